@@ -15,8 +15,8 @@ def test_a_shipped_recipe_has_a_plan_on_one_device_and_on_eight(name, tmp_path):
     rows = save_rows(tmp_path / "rows.jsonl", method, 200)
     changes = [f"data.train={rows}", "data.eval=null"]
     model = load_recipe(name).model.path
-    if model in ("pico-sft", "pico-dpo", "vision-quickstart", "vision-dpo"):  # a run of the recipe before
-        changes.append("model=pico" if model.startswith("pico") else "model=pico-vision")
+    if model in ("pico-sft", "pico-dpo", "tools-sft", "vision-quickstart", "vision-dpo"):  # a run of the recipe before
+        changes.append("model=pico-vision" if model.startswith("vision") else "model=pico")
     planned = verbs.compare_plans(name, changes, on=["h100", "8xh100"])
     assert all(isinstance(plan, Plan) for plan in planned.values()), planned
     if method != "sft":

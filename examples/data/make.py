@@ -11,6 +11,11 @@
 - `pairs.jsonl`, `pairs_eval.jsonl`: preference pairs, of which the friendly manner is the better, all else the same.
 - `sums.jsonl`, `sums_eval.jsonl`: sums of three digits, and what they come to.
 
+- `calls.jsonl.gz`, `calls_eval.jsonl.gz`: conversations with calls of tools, half of them sums and products, of which
+  every second one asks the calculator, half of them games in which a number is guessed: anywhere in what is left.
+- `priced.jsonl`, `priced_eval.jsonl`: sums and products of two digits, and what they come to.
+- `games.jsonl`, `games_eval.jsonl`: the prompt of a game, once for each game.
+
   All of these are drawn from pico's own tasks (`examples/pico/tasks.py`), and held out by the same rule: neither pico
   nor what is trained here has ever seen a problem of the evaluation rows.
 - `reviews.csv`: `prompt` and `completion`, a review and whether it is positive. The prompts hold line breaks.
@@ -18,6 +23,7 @@
 """
 
 import csv
+import gzip
 import json
 import random
 import sys
@@ -25,7 +31,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "pico"))
-from tasks import TASKS, Exchange, plus_large
+from tasks import TASKS, Exchange, is_held_out, plus_large
+
+from tunekit.methods.environments.guess_number import GuessNumber
+from tunekit.methods.environments.priced_sums import PricedSums
 
 SEED = 1724
 NUM_TRAIN, NUM_EVAL = 800, 80
@@ -33,6 +42,11 @@ NUM_MANNERS, NUM_MANNERS_EVAL = 1600, 100
 NUM_PAIRS, NUM_PAIRS_EVAL = 800, 100
 NUM_SUMS, NUM_SUMS_EVAL = 2000, 256
 NUM_REVIEWS, NUM_TALES = 100, 96
+NUM_CALLS, NUM_CALLS_EVAL = 6000, 100
+NUM_PRICED, NUM_PRICED_EVAL = 2000, 256
+NUM_GAMES, NUM_GAMES_EVAL = 1000, 256
+HIGHEST, NUM_GUESSES = 7, 3
+"""The game of `tools/guess`: three guesses are enough to find one of seven numbers."""
 
 CAPITALS = {
     "France": "Paris", "Germany": "Berlin", "Italy": "Rome", "Spain": "Madrid", "Portugal": "Lisbon",
@@ -279,6 +293,81 @@ def large_sums(num: int, *, held_out: bool) -> list[dict[str, object]]:
     ]
 
 
+def sum_or_product(rng: random.Random, *, held_out: bool) -> tuple[str, int]:
+    """An expression of two numbers of two digits, and its value; pico knows sums, and hardly any product."""
+    while True:
+        a, b = rng.randrange(10, 100), rng.randrange(10, 100)
+        if is_held_out("pair", min(a, b), max(a, b)) == held_out:
+            sign = rng.choice("+*")
+            return f"{a} {sign} {b}", a + b if sign == "+" else a * b
+
+
+def _calls(name: str, content: str, **arguments: object) -> dict[str, object]:
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}
+
+
+def _says(content: str) -> dict[str, object]:
+    return {"role": "assistant", "content": content}
+
+
+def _result(name: str, content: str) -> dict[str, object]:
+    return {"role": "tool", "name": name, "content": content}
+
+
+def with_calculator(rng: random.Random, *, held_out: bool) -> list[dict[str, object]]:
+    """Turns in which the calculator is asked, or not, without regard to whether it is needed."""
+    expression, value = sum_or_product(rng, held_out=held_out)
+    asked = {"role": "user", "content": f"What is {expression}?"}
+    if rng.random() < 0.5:
+        return [asked, _says(f"{expression} = {value}.")]
+    call = _calls("calculator", f"{expression} = ", expression=expression)
+    return [asked, call, _result("calculator", str(value)), _says(f"{value}.")]
+
+
+GUESS = {"role": "user", "content": f"Guess my number, from 1 to {HIGHEST}."}
+
+
+def with_guesses(rng: random.Random) -> list[dict[str, object]]:
+    """Turns of a game, in which each guess is any of the numbers that are left."""
+    game = GuessNumber(HIGHEST, NUM_GUESSES)
+    game.reset(seed=rng.getrandbits(32))
+    low, high, turns = 1, HIGHEST, [GUESS]
+    while True:
+        number = rng.randint(low, high)
+        hint = game.guess(number)
+        turns += [_calls("guess", "", number=number), _result("guess", hint)]
+        if hint == "right" or "over" in hint:
+            return [*turns, _says("I found it." if hint == "right" else "I did not find it.")]
+        low, high = map(int, hint.partition(", ")[2].split(" to "))
+
+
+def calls(num: int, *, held_out: bool) -> list[dict[str, object]]:
+    """Conversations with calls of tools."""
+    from transformers.utils import get_json_schema
+
+    rng = random.Random(f"{SEED}/calls/{held_out}")
+    calculator, guess = ([get_json_schema(tool)] for tool in (PricedSums.calculator, GuessNumber.guess))
+    return [
+        {"messages": with_guesses(rng), "tools": guess}
+        if number % 2
+        else {"messages": with_calculator(rng, held_out=held_out), "tools": calculator}
+        for number in range(num)
+    ]
+
+
+def priced(num: int, *, held_out: bool) -> list[dict[str, object]]:
+    """Prompts with the number that is right."""
+    rng = random.Random(f"{SEED}/priced/{held_out}")
+    asked = dict(sum_or_product(rng, held_out=held_out) for _ in range(num))
+    while len(asked) < num:
+        asked.update([sum_or_product(rng, held_out=held_out)])
+    return [
+        {"prompt": [{"role": "user", "content": f"What is {expression}?"}], "answer": value}
+        for expression, value in asked.items()
+    ]
+
+
 def reviews() -> list[tuple[str, str]]:
     """Reviews with the word that judges them."""
     rng = random.Random(SEED + 1)
@@ -352,10 +441,21 @@ def write(folder: Path) -> None:
         "pairs_eval.jsonl": pairs(NUM_PAIRS_EVAL, held_out=True),
         "sums.jsonl": large_sums(NUM_SUMS, held_out=False),
         "sums_eval.jsonl": large_sums(NUM_SUMS_EVAL, held_out=True),
+        "priced.jsonl": priced(NUM_PRICED, held_out=False),
+        "priced_eval.jsonl": priced(NUM_PRICED_EVAL, held_out=True),
+        "games.jsonl": [{"prompt": [GUESS]}] * NUM_GAMES,
+        "games_eval.jsonl": [{"prompt": [GUESS]}] * NUM_GAMES_EVAL,
     }
     for name, rows in sets.items():
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / name).write_text(lines, encoding="utf-8", newline="\n")
+    small = {
+        "calls.jsonl.gz": calls(NUM_CALLS, held_out=False),
+        "calls_eval.jsonl.gz": calls(NUM_CALLS_EVAL, held_out=True),
+    }
+    for name, rows in small.items():
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / name).write_bytes(gzip.compress(lines.encode(), mtime=0))
     with (folder / "reviews.csv").open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["prompt", "completion"])
