@@ -32,6 +32,22 @@ def block(results: Path = RESULTS) -> str:
     return "\n".join(texts)
 
 
+def by_seed(rows: Sequence[dict[str, Any]], form: str) -> str:
+    """Return what recipes learned, before and after, a line for each measure.
+
+    Args:
+        rows: `seed`, `recipe`, `minutes`, and `before` and `after` with measures by name.
+        form: Format of a measure, such as `.0%`.
+    """
+    lines = ["| seed | recipe | held out | before | after | minutes |", "|:--|:--|:--|--:|--:|--:|"]
+    for row in rows:
+        for place, (name, after) in enumerate(row["after"].items()):
+            head = f"| {row['seed']} | {row['recipe']} |" if place == 0 else "|  |  |"
+            minutes = f"{row['minutes']:.1f}" if place == 0 else ""
+            lines.append(f"{head} {name} | {row['before'][name]:{form}} | {after:{form}} | {minutes} |")
+    return "\n".join(lines)
+
+
 def kernels_table(rows: Sequence[dict[str, Any]]) -> str:
     """Time of forward and backward pass, and the share of the device's copies or products."""
     last = {(row["case"], row["form"]): row for row in rows if row["pass"] == "both"}

@@ -30,6 +30,7 @@ import torch
 
 import tunekit
 from benchmarks.circumstances import circumstances
+from benchmarks.tables import by_seed
 from tunekit.files import find_example
 from tunekit.methods.environments.guess_number import GuessNumber
 from tunekit.methods.environments.priced_sums import PricedSums
@@ -174,17 +175,6 @@ def chain(seed: int) -> Iterator[dict[str, Any]]:
         os.chdir(ROOT)
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Return the figures as a table."""
-    lines = ["| seed | recipe | held out | before | after | minutes |", "|:--|:--|:--|--:|--:|--:|"]
-    for row in rows:
-        for place, name in enumerate(row["after"]):
-            head = f"| {row['seed']} | {row['recipe']} |" if place == 0 else "|  |  |"
-            minutes = f"{row['minutes']:.1f}" if place == 0 else ""
-            lines.append(f"{head} {name} | {row['before'][name]:.2f} | {row['after'][name]:.2f} | {minutes} |")
-    return "\n".join(lines)
-
-
 def main() -> None:
     """Train, measure, and print or save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -196,11 +186,13 @@ def main() -> None:
         for row in chain(seed):
             rows.append(row)
             print(json.dumps(row), flush=True)
-    print(table(rows))
+    print(by_seed(rows, ".2f"))
     if args.save:
         conditions = circumstances(PACKAGES)
         RESULTS.write_text(json.dumps({**conditions, "rows": rows}, indent=1) + "\n", encoding="utf-8")
-        text = f"# What pico learns with tools, by seed\n\n`python -m benchmarks.tools --save`\n\n{table(rows)}\n"
+        text = (
+            f"# What pico learns with tools, by seed\n\n`python -m benchmarks.tools --save`\n\n{by_seed(rows, '.2f')}\n"
+        )
         RESULTS.with_suffix(".md").write_text(text, encoding="utf-8")
 
 

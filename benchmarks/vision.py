@@ -30,6 +30,7 @@ from PIL import Image
 
 import tunekit
 from benchmarks.circumstances import circumstances
+from benchmarks.tables import by_seed
 from tunekit.files import find_example
 
 ROOT = Path(__file__).parents[1]
@@ -111,17 +112,6 @@ def chain(seed: int) -> list[dict[str, Any]]:
     return rows
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Return the figures as a table."""
-    lines = ["| seed | recipe | held out | before | after | minutes |", "|:--|:--|:--|--:|--:|--:|"]
-    for row in rows:
-        for place, name in enumerate(row["after"]):
-            head = f"| {row['seed']} | {row['recipe']} |" if place == 0 else "|  |  |"
-            minutes = f"{row['minutes']:.1f}" if place == 0 else ""
-            lines.append(f"{head} {name} | {row['before'][name]:.0%} | {row['after'][name]:.0%} | {minutes} |")
-    return "\n".join(lines)
-
-
 def main() -> None:
     """Train, measure, and print or save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -129,11 +119,11 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/vision.json and .md")
     args = parser.parse_args()
     rows = [row for seed in args.seeds for row in chain(seed)]
-    print(table(rows))
+    print(by_seed(rows, ".0%"))
     if args.save:
         conditions = circumstances(PACKAGES)
         RESULTS.write_text(json.dumps({**conditions, "rows": rows}, indent=1) + "\n", encoding="utf-8")
-        text = f"# What pico-vision learns, by seed\n\n`python -m benchmarks.vision --save`\n\n{table(rows)}\n"
+        text = f"# What pico-vision learns, by seed\n\n`python -m benchmarks.vision --save`\n\n{by_seed(rows, '.0%')}\n"
         RESULTS.with_suffix(".md").write_text(text, encoding="utf-8")
 
 

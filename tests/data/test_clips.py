@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+import soundfile
 
 from tests.audio import ALONE, FAMILIES, save_audio_rows, save_clip
 from tests.vision import byte_tokenizer, save_rows
@@ -22,9 +23,6 @@ from tunekit.data.tokenization.encode import Encoder
 from tunekit.errors import DataError
 from tunekit.probe.processors import kinds_of
 from tunekit.recipe.sections.data import DataSection
-
-soundfile = pytest.importorskip("soundfile")
-pytest.importorskip("soxr")
 
 MARK = KINDS["audio"].mark
 ANSWER = {"role": "assistant", "content": "rain"}

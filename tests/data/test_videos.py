@@ -3,6 +3,7 @@
 import base64
 import json
 
+import av
 import numpy as np
 import pytest
 
@@ -14,8 +15,6 @@ from tunekit.data.media.videos import Video, read_frames
 from tunekit.data.sources.load import load_data
 from tunekit.errors import DataError
 from tunekit.recipe.sections.data import DataSection
-
-av = pytest.importorskip("av")
 
 MARK = KINDS["video"].mark
 ANSWER = {"role": "assistant", "content": "a cat jumps"}

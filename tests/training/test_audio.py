@@ -23,9 +23,6 @@ from tunekit.inference.conversations import inputs_of
 from tunekit.inference.inference_model import find_trained, load
 from tunekit.runs.run import Run
 
-pytest.importorskip("soundfile")
-pytest.importorskip("soxr")
-
 PACKED = ("gemma4", "qwen2_audio")
 """Families whose rows can be packed."""
 BY_ONE = ("gemma3n", "granite_speech")

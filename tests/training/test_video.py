@@ -9,7 +9,6 @@ from tests.training.test_vision import compare_with_plain_transformers, recipe
 from tests.video import FAMILIES, save_tiny_video_model, save_video_rows
 from tunekit.errors import ModelError, PlanError, RunError
 
-pytest.importorskip("av")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not FAMILIES, reason="torchvision is not installed")]
 
 BY_ONE = ("internvl",)
