@@ -3,6 +3,7 @@
 import pytest
 
 from tests.rows import save_rows
+from tests.shipped import first_model
 from tunekit.api import verbs
 from tunekit.files import list_recipes
 from tunekit.planner.plan import Plan
@@ -11,12 +12,10 @@ from tunekit.recipe.load import load_recipe
 
 @pytest.mark.parametrize("name", [recipe.name for recipe in list_recipes()])
 def test_a_shipped_recipe_has_a_plan_on_one_device_and_on_eight(name, tmp_path):
-    method = load_recipe(name).method.type
+    recipe = load_recipe(name)
+    method = recipe.method.type
     rows = save_rows(tmp_path / "rows.jsonl", method, 200)
-    changes = [f"data.train={rows}", "data.eval=null"]
-    model = load_recipe(name).model.path
-    if model in ("pico-sft", "pico-dpo", "tools-sft", "vision-quickstart", "vision-dpo"):  # a run of the recipe before
-        changes.append("model=pico-vision" if model.startswith("vision") else "model=pico")
+    changes = [f"data.train={rows}", "data.eval=null", f"model={first_model(recipe)}"]
     planned = verbs.compare_plans(name, changes, on=["h100", "8xh100"])
     assert all(isinstance(plan, Plan) for plan in planned.values()), planned
     if method != "sft":

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.estimates.shapes import H100, LAPTOP, LLAMA_1B, LLAMA_8B, RTX_4090, T4
+from tests.shipped import first_model
 from tunekit.errors import PlanError
 from tunekit.estimates.facts import DataFacts, Hardware, ModelFacts
 from tunekit.estimates.hardware.machines import find_machine
@@ -116,12 +117,11 @@ NOT_FITTING: dict[str, tuple[Recipe, Hardware, ModelFacts]] = {
 
 
 def facts(asked: Recipe) -> ModelFacts:
-    """Facts of a shipped recipe's model: of pico or pico-vision where it starts from a run of theirs."""
-    if asked.model.path.startswith(("pico-vision", "vision-")):
-        return probe_model(ModelSection(path="pico-vision"))
-    if asked.model.path.startswith("pico"):
-        return probe_model(ModelSection(path="pico"))
-    return known_facts(asked.model.path)
+    """Facts of a shipped recipe's model, or of the one that its chain of recipes starts from."""
+    name = first_model(asked)
+    if name in ("pico", "pico-vision"):
+        return probe_model(ModelSection(path=name))
+    return known_facts(name)
 
 
 def plan_of(asked: Recipe, hardware: Hardware, model: ModelFacts) -> Plan | PlanError:
