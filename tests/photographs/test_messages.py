@@ -190,7 +190,7 @@ def here(tmp_path_factory):
         recipe = {
             "model": "pico",
             "data": {"train": f"{method}.jsonl", "max_length": 64},
-            "method": {"type": method, **options, **({"teacher": "pico"} if method == "distillation" else {})},
+            "method": {"type": method, **options, **({"teacher": "pico"} if "teacher" in options else {})},
             "train": {"max_steps": 2, "global_batch_size": 4},
         }
         (folder / f"{method}.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))

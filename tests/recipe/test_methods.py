@@ -80,7 +80,12 @@ def test_a_source_of_its_own_is_held_to_the_method_too() -> None:
 
 
 REWARDED: dict[str, Any] = {"rewards": ["exact_match"]}
-NEEDED: dict[str, Any] = {"distillation": {"teacher": "pico"}, "grpo": REWARDED, "rloo": REWARDED}
+NEEDED: dict[str, Any] = {
+    "distillation": {"teacher": "pico"},
+    "gkd": {"teacher": "pico", "lmbda": 0},
+    "grpo": REWARDED,
+    "rloo": REWARDED,
+}
 CHOICES = {
     "data.packing": ["data.packing=true"],
     "data.padding_free": ["data.padding_free=true"],

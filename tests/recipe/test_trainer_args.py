@@ -56,7 +56,7 @@ def test_the_fields_read_off_the_source_are_those_of_the_real_config(method: str
 
 @pytest.mark.parametrize("method", [name for name in trainer_args.CONFIGS if name != "sft"])
 def test_the_defaults_of_a_method_are_those_of_trl(method: str) -> None:
-    needed = {"teacher": "pico"} if method == "distillation" else {}
+    needed = {"teacher": "pico"} if method in ("distillation", "gkd") else {}
     section = load_recipe({**SOURCE, "method": {"type": method, **needed}}).method
     real = real_defaults(method)
     # Left out, it is TRL's 1, but for the losses that have no likelihood.
@@ -66,6 +66,8 @@ def test_the_defaults_of_a_method_are_those_of_trl(method: str) -> None:
     ours = {name: value for name, value in section if name in real and name not in deliberate}
     assert ours == {name: real[name] for name in ours}
     others = {"type", "trainer_args", "rewards", "generation", "teacher"}
+    # Rows are those of SFTConfig, and what is learned from them is the teacher's.
+    others |= {"lmbda", "beta", "temperature", "kd_ratio", "max_completion_length"} if method == "gkd" else set()
     others |= {"tools", "environment", "rollout", "tool_timeout_seconds", "max_tool_result_chars", "max_resample_times"}
     assert set(dict(section)) - set(ours) - deliberate <= others
 
@@ -150,6 +152,9 @@ def test_everything_that_a_method_sets_is_refused_from_a_recipe() -> None:
     assert len(to_groups) == 10
     for method, (_, _, config) in trainer_args.CONFIGS.items():
         tree = ast.parse((BUILDERS / f"{method}.py").read_text())
+        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        if "token_trainer" in names:
+            tree = ast.parse((BUILDERS / "sft.py").read_text())
         calls = [
             node
             for node in ast.walk(tree)
@@ -157,7 +162,7 @@ def test_everything_that_a_method_sets_is_refused_from_a_recipe() -> None:
         ]
         given = {keyword.arg for call in calls for keyword in call.keywords if keyword.arg is not None}
         assert calls, method
-        if "rewarded_trainer" in {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}:
+        if "rewarded_trainer" in names:
             given |= to_groups
         assert {name for name in to_all | given if owner_hint(method, str(name)) is None} == set()
 

@@ -5,7 +5,7 @@ import tunekit
 
 def required_options(method: tunekit.MethodInfo) -> dict[str, object]:
     """Return the options that a method cannot do without, small enough for tiny models."""
-    options: dict[str, object] = {"max_completion_length": 4} if method.generates else {}
+    options: dict[str, object] = {"max_completion_length": 4} if method.generates or method.has_teacher else {}
     if method.is_rewarded:
         options |= {"rewards": ["tests.smoke.methods:reward"], "num_generations": 2}
     if method.has_teacher:

@@ -99,6 +99,14 @@ RLOO = {**GRPO, "type": "rloo"}
 GMPO = {**GRPO, "type": "gmpo"}
 KTO = {"type": "kto", "loss_type": "apo_zero_unpaired"}
 """Its other loss estimates a divergence from the rows that are computed at the same time, over all processes."""
+GKD = {
+    "type": "gkd",
+    "teacher": "teacher",
+    "max_completion_length": 8,
+    # The most likely token is the same one in every layout.
+    "generation": {"top_k": 1},
+}
+DISTILLATION = {**GKD, "type": "distillation"}
 FEW = ("DDP x2", "FSDP2 x2", "ZeRO-2 x2")
 IN_4_BITS = (*FEW, "FSDP2 no reshard x2", "FSDP2 hybrid 2x2")
 SUBJECTS = (
@@ -114,6 +122,9 @@ SUBJECTS = (
     Subject("GMPO LoRA", GMPO, "lora", False, "llama", FEW),
     Subject("KTO LoRA", KTO, "lora", False, "qwen3", FEW),
     Subject("reward full", {"type": "reward"}, "full", False, "llama", FEW),
+    Subject("GKD full", GKD, "full", False, "llama", (*FEW, "ZeRO-3 x2")),
+    Subject("distillation full", DISTILLATION, "full", False, "llama", (*FEW, "ZeRO-3 x2")),
+    Subject("GKD LoRA, packed", {"type": "gkd", "teacher": "teacher", "lmbda": 0}, "lora", True, "qwen3", FEW),
     Subject("SFT QLoRA", {"type": "sft"}, "qlora", False, "llama", IN_4_BITS),
     Subject("SFT QLoRA, packed", {"type": "sft"}, "qlora", True, "qwen3", IN_4_BITS),
     Subject("DPO QLoRA", DPO, "qlora", False, "qwen3", FEW),
@@ -121,7 +132,7 @@ SUBJECTS = (
 )
 
 
-def save_small_model(folder: Path, model_type: str) -> Path:
+def save_small_model(folder: Path, model_type: str, **others: int) -> Path:
     """Save a model of a type with random weights, and the byte-level tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -144,7 +155,7 @@ def save_small_model(folder: Path, model_type: str) -> Path:
     }
     own = {"mixtral": {"num_local_experts": 4}, "gemma3_text": {"sliding_window": 24}}.get(model_type, {})
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**sizes, **own)).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**{**sizes, **own, **others})).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -154,7 +165,7 @@ def rows_of(subject: Subject, num_rows: int, seed: int = 0) -> Iterator[dict[str
     for n in range(seed, seed + num_rows):
         question, answer = "?" * (1 + n * 7 % 23), f"{n * n} is " + "ok " * (n * n * 5 % 19)
         match subject.method["type"]:
-            case "sft":
+            case "sft" | "gkd":
                 turns = [("user", question), ("assistant", answer)]
                 yield {"messages": [{"role": role, "content": content} for role, content in turns]}
             case "kto":
@@ -182,12 +193,12 @@ def recipe_of(subject: Subject, folder: Path, *, micro_batch_size: int, num_rows
         "packing": subject.packing,
         "max_length": 128,
     }
-    if kind == "sft":
+    if kind in ("sft", "gkd"):
         data["eval"] = write_rows(folder / "eval.jsonl", rows_of(subject, 7, seed=100))
     return {
         "model": str(model),
         "data": data,
-        "method": dict(subject.method),
+        "method": {**subject.method, **({"teacher": str(_teacher(folder))} if "teacher" in subject.method else {})},
         "adapter": {"type": subject.adapter, **({} if subject.adapter == "full" else {"rank": 4})},
         "train": {
             "max_steps": STEPS,
@@ -200,6 +211,11 @@ def recipe_of(subject: Subject, folder: Path, *, micro_batch_size: int, num_rows
         },
         "output": {"sample_prompts": []},
     }
+
+
+def _teacher(folder: Path) -> Path:
+    path = folder / "teacher"
+    return path if path.exists() else save_small_model(path, "llama", hidden_size=64, num_hidden_layers=3)
 
 
 @dataclass(frozen=True)
@@ -346,12 +362,14 @@ def difference(recipe: Mapping[str, Any], alone: Trained, spread: Trained) -> Di
     apart = sum(float((weights[0][name] - weights[1][name]).square().sum()) for name in before)
     moved = sum(float((weights[0][name] - before[name]).square().sum()) for name in before)
     assert moved > 0
+    # Of other methods the evaluation is no likelihood of tokens.
+    is_sft = recipe["method"]["type"] == "sft" and bool(spread.eval_losses)
     return Difference(
         loss=_largest(spread.losses, alone.losses),
         eval_loss=_largest(spread.eval_losses, alone.eval_losses),
         weights=math.sqrt(apart / moved),
         logits=float((logits_of(models[0]) - logits_of(models[1])).abs().max()),
-        reloaded=abs(eval_loss_of(models[1], spread.folder) - spread.eval_losses[-1]) if spread.eval_losses else 0.0,
+        reloaded=abs(eval_loss_of(models[1], spread.folder) - spread.eval_losses[-1]) if is_sft else 0.0,
     )
 
 

@@ -59,8 +59,9 @@ def passes_of(
         by_vllm: Whether vLLM generates answers.
     """
     inputs = PassInputs(isinstance(adapter, FullAdapter), data.max_length, global_batch_size, by_vllm)
-    passes = replace(method.passes(inputs), num_virtual_tokens=num_virtual_tokens(adapter))
-    return Passes(**vars(passes), teacher=teacher)
+    passes, virtual = method.passes(inputs), num_virtual_tokens(adapter)
+    pads = passes.always_pads or not method.spec.masks_as_told or virtual > 0
+    return Passes(**vars(replace(passes, num_virtual_tokens=virtual, always_pads=pads)), teacher=teacher)
 
 
 def method_words(method: MethodSection, adapter: Adapter, origin: Origin | None = None) -> tuple[str, str] | None:

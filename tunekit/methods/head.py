@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-from trl.trainer.utils import FusedCausalLMOutput
+from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 from tunekit.errors import DependencyError
 from tunekit.kernels.cross_entropy import IGNORED, STATISTICS, Shape
@@ -38,7 +38,7 @@ from tunekit.kernels.linear_ce import TokenScores, linear_ce, linear_logprob, ne
 
 if TYPE_CHECKING:
     from torch.nn import Module
-    from transformers import Trainer
+    from transformers import PreTrainedModel, Trainer
 
 
 HEAD = "fused_head"
@@ -142,6 +142,18 @@ def fused_heads(trainer: "Trainer") -> list[Head]:
     return [vars(module)[HEAD] for model in _models(trainer) for module in model.modules() if HEAD in vars(module)]
 
 
+def bound_of(model: "PreTrainedModel") -> Mapping[str, Any]:
+    """Return what TRL's head takes from a model, which is as before afterwards."""
+    replaced = vars(model).get("forward")
+    add_fused_lm_head(model)
+    try:
+        return inspect.getclosurevars(cast("MethodType", model.forward).__func__).nonlocals
+    finally:
+        del model.forward
+        if replaced is not None:
+            model.forward = replaced
+
+
 def _models(trainer: "Trainer") -> list["Module"]:
     return [model for model in (trainer.model, vars(trainer).get("ref_model")) if model is not None]
 
@@ -234,8 +246,8 @@ def _score_by_weight(
         hidden, casting = hidden.float(), torch.autocast(hidden.device.type, enabled=False)
     shape = Shape(bound["logit_scale"], bound["final_logit_softcapping"], bound["temperature"])
     with casting:
-        weight = _whole(embeddings.weight)
-        bias = None if embeddings.bias is None else _whole(embeddings.bias)
+        weight = whole(embeddings.weight)
+        bias = None if embeddings.bias is None else whole(embeddings.bias)
         common: dict[str, Any] = {"bias": bias, "index": index, "statistics": head.statistics, "shape": shape}
         if head.sums_losses:
             scores = linear_ce(hidden, weight, wanted, **common)
@@ -294,6 +306,6 @@ def experts_of_token(model: Any, text_config: Any) -> int:
     return number
 
 
-def _whole(weight: Tensor) -> Tensor:
+def whole(weight: Tensor) -> Tensor:
     """A weight of the head, of which FSDP2 may have left a part to each device."""
     return weight.full_tensor() if isinstance(weight, DTensor) else weight

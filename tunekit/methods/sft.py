@@ -3,7 +3,9 @@
 TRL's SFTTrainer with means over tokens that are the same however rows and sequences are divided.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,6 +26,23 @@ def build(method: SFTMethod, parts: Parts) -> RunTrainer:
     Args:
         method: What else goes to SFTConfig.
         parts: All else. Rows have columns `input_ids` and `labels` (-100 off the loss), and `seq_lengths` where packed.
+    """
+    return token_trainer(TokenMeanSFTTrainer, parts, method.trainer_args)
+
+
+def token_trainer(
+    base: type["TokenMeanSFTTrainer"],
+    parts: Parts,
+    trainer_args: Mapping[str, Any],
+    given: Mapping[str, Any] = MappingProxyType({}),
+) -> RunTrainer:
+    """A trainer over token ids and labels, whose losses are means over the tokens of a step.
+
+    Args:
+        base: Its class.
+        parts: The parts of a trainer.
+        trainer_args: Arguments of SFTConfig.
+        given: Arguments of the trainer that only its class has.
     """
     from datasets import Dataset
     from trl import SFTConfig
@@ -48,8 +67,9 @@ def build(method: SFTMethod, parts: Parts) -> RunTrainer:
         collator = MediaCollator(parts.processor, scores_positions=parts.head != "tiles", packs=parts.plan.padding_free)
         collation = {"data_collator": collator}
     trainer = replace(parts, train_dataset=train_dataset, eval_dataset=eval_dataset).trainer(
-        TokenMeanSFTTrainer,
+        base,
         **collation,
+        **given,
         args=SFTConfig(
             **parts.arguments(),
             # With pictures the collator lays rows in one row; TRL's would have no pixels.
@@ -60,7 +80,7 @@ def build(method: SFTMethod, parts: Parts) -> RunTrainer:
             dataset_kwargs={"skip_prepare_dataset": True},
             # The columns that pictures come by are no inputs of the model.
             remove_unused_columns=parts.processor is None,
-            **method.trainer_args,
+            **trainer_args,
         ),
     )
     if order is not None:
@@ -159,6 +179,11 @@ class TokenMeanSFTTrainer(SFTTrainer):  # type: ignore[misc]
             counts.append(torch.full((), inputs["position_ids"].numel(), device=device))
         if self.learns_from_sums and self.aux_loss_enabled:
             counts.append(outputs.aux_loss)
+        self._keep_counts(counts)
+
+    def _keep_counts(self, counts: list[torch.Tensor]) -> None:
+        """Keep the counts of a micro-batch until they are logged: scalars, the same ones each time."""
+        device = counts[0].device
         own = torch.stack([count.detach().to(device, torch.float64) for count in counts])
         if self.model.training:
             self._noted.append(own)
@@ -169,15 +194,22 @@ class TokenMeanSFTTrainer(SFTTrainer):  # type: ignore[misc]
         """Give TRL what was kept of micro-batches, of all processes. Called by all together."""
         # (processes, micro-batches, counts)
         gathered = self.accelerator.gather(torch.stack(noted)[None])
-        metrics = self._metrics[mode]
         for of_batch in gathered.unbind(1):
-            entropy, num_right, num_trained, num_read = of_batch[:, :4].sum(0).tolist()
-            self._total_train_tokens += int(num_read) if mode == "train" else 0
-            metrics["entropy"].append(entropy / max(1.0, num_trained))
-            metrics["mean_token_accuracy"].append(num_right / max(1.0, num_trained))
-            metrics["num_tokens"] = [self._total_train_tokens]
-            if of_batch.shape[1] > 4:
-                metrics["aux_loss"].append(float(of_batch[:, 4].mean()))
+            self._log_counts(of_batch, mode)
+
+    def _log_counts(self, counts: torch.Tensor, mode: str) -> None:
+        """Log what was kept of a micro-batch, `(processes, counts)`."""
+        entropy, num_right, num_trained, num_read = counts[:, :4].sum(0).tolist()
+        self._log_tokens(entropy, num_trained, num_read, mode)
+        self._metrics[mode]["mean_token_accuracy"].append(num_right / max(1.0, num_trained))
+        if counts.shape[1] > 4:
+            self._metrics[mode]["aux_loss"].append(float(counts[:, 4].mean()))
+
+    def _log_tokens(self, entropy: float, num_trained: float, num_read: float, mode: str) -> None:
+        """Log the mean entropy of trained tokens in nats, and the tokens read so far."""
+        self._total_train_tokens += int(num_read) if mode == "train" else 0
+        self._metrics[mode]["entropy"].append(entropy / max(1.0, num_trained))
+        self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
         """The norm of the gradients, and the end of an optimizer step's micro-batches."""

@@ -20,6 +20,7 @@ from tunekit.planner.decisions.checks import (
     check_media,
     check_recipe,
     check_retry,
+    check_rows,
     choose_dtype,
     refusal,
 )
@@ -59,6 +60,7 @@ def resolve(
     check_recipe(recipe, hardware, model, attention, dtype, teacher)
     check_media(recipe, model, data, attention, teacher)
     setting = setting_of(recipe, hardware, model, records, data=data, teacher=teacher)
+    check_rows(recipe, data, attention, setting.passes)
     setting, chosen, why_generated = _with_generation(setting, _choose(setting))
     fitting, layout = chosen.fit, chosen.fit.layout
     kernels, why_kernels = backends.choose_kernels(recipe, hardware, layout)

@@ -125,8 +125,9 @@ def prepare(
 
     Raises:
         DataError: No token would be trained on, or the rows do not fit the chat template.
+        ModelError: The tokenizer of the model or of its teacher cannot be read, or they are not the same.
     """
-    tokenizer = load_tokenizer(recipe.model)
+    tokenizer = _tokenizer_of(recipe)
     media = None
     if media_in(data):
         media = MediaTokens(load_processor(recipe.model, tokenizer, media_in(data)))
@@ -143,6 +144,21 @@ def prepare(
         media=media,
     )
     return PreparedData(splits, _facts(splits), report, recipe.data.streaming)
+
+
+def _tokenizer_of(recipe: Recipe) -> "PreTrainedTokenizerBase":
+    """Return the tokenizer of the model, which is that of its teacher too.
+
+    Raises:
+        ModelError: One of them cannot be read, or they are not the same.
+    """
+    tokenizer = load_tokenizer(recipe.model)
+    if has_teacher(recipe.method):
+        from tunekit.methods.distillation import check_tokens
+
+        teacher = recipe.method.teacher
+        check_tokens(tokenizer, load_tokenizer(teacher), teacher.path)
+    return tokenizer
 
 
 def _facts(splits: tuple[Split, ...]) -> DataFacts:
@@ -201,12 +217,7 @@ def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None 
         DataError: No row is left, the rows do not fit the chat template, or rated answers are all alike.
         ModelError: The tokenizer of the model or of its teacher cannot be read, or they are not the same.
     """
-    tokenizer = load_tokenizer(recipe.model)
-    if has_teacher(recipe.method):
-        from tunekit.methods.distillation import check_tokens
-
-        teacher = recipe.method.teacher
-        check_tokens(tokenizer, load_tokenizer(teacher), teacher.path)
+    tokenizer = _tokenizer_of(recipe)
     if generates(recipe.method):
         data = shown_tools(recipe.method, data, lambda: tokenizer)
     room, answers = room_of(recipe), None

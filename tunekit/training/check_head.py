@@ -31,6 +31,7 @@ from tunekit.estimates.models.model_config import num_experts_of
 from tunekit.methods.head import Head, experts_of_layer, fused_heads
 from tunekit.models.fusion.proof import ROUNDING, whole_shape
 from tunekit.planner.plan import Plan
+from tunekit.recipe.methods import has_teacher
 from tunekit.runs.record import Record
 from tunekit.training.engines.engine import between_checks
 
@@ -101,9 +102,7 @@ def check_head(trainer: Trainer, plan: Plan, record: Record, *, vocabulary: int)
     Raises:
         RunError: They differ, and the run cannot do without the fused head.
     """
-    from trl import DistillationTrainer
-
-    if isinstance(trainer, DistillationTrainer):
+    if has_teacher(plan.recipe.method):
         _check_distillation(trainer, plan, vocabulary)
         return
     heads = fused_heads(trainer)
@@ -164,7 +163,7 @@ def _why_not_trls(trainer: Any, head: Head) -> str | None:
 
 
 def _check_distillation(trainer: Any, plan: Plan, vocabulary: int) -> None:
-    """Check that both models of a distillation have the logits that TRL's divergence computes.
+    """Check that a model and its teacher have the logits that TRL's divergence computes.
 
     Its formula is that of TRL's fused head, which each model has during the check.
 

@@ -237,7 +237,9 @@ PROBE_WINDOW = 4
 """Window that it is proved with, where the model has one."""
 
 
-def check_isolation(trainer: "SFTTrainer", *, vocabulary: int, path: str, asked: str) -> None:
+def check_isolation(
+    trainer: "SFTTrainer", *, vocabulary: int, path: str, asked: str, model: "Module | None" = None
+) -> None:
     """Check that the logits of a document do not depend on the one before it in a packed row.
 
     The model is unchanged afterwards, and no random number is drawn.
@@ -247,6 +249,7 @@ def check_isolation(trainer: "SFTTrainer", *, vocabulary: int, path: str, asked:
         vocabulary: Number of tokens to make documents of.
         path: The model as the recipe names it.
         asked: The recipe's field to set to false if documents are not isolated.
+        model: The model to check: a teacher; the trained one where left out.
 
     Raises:
         RunError: The second document changes with the first.
@@ -254,7 +257,7 @@ def check_isolation(trainer: "SFTTrainer", *, vocabulary: int, path: str, asked:
     ids = spread_tokens(vocabulary, 3 * DOCUMENT_TOKENS)
     first, other, second = (ids[start::3] for start in range(3))
     try:
-        change = _change(trainer, first, other, second)
+        change = _change(trainer, first, other, second, model)
     except (TypeError, ValueError) as error:
         problem = f"{path} does not support packed documents: {str(error).strip()}"
         raise RunError(problem, hint=f"set {asked}=false") from error
@@ -373,17 +376,20 @@ def _defined(given: list[torch.Tensor], bounds: list[int], window: int | None) -
     return attended.transpose(1, 2)
 
 
-def _change(trainer: "SFTTrainer", first: list[int], other: list[int], second: list[int]) -> float:
+def _change(
+    trainer: "SFTTrainer", first: list[int], other: list[int], second: list[int], model: "Module | None" = None
+) -> float:
     """Return the change of `second`'s logits where `other` precedes it instead of `first`."""
+    model = trainer.model if model is None else model
     # Without dropout, which would draw random numbers.
-    with in_evaluation(trainer, trainer.model):
-        before, after = (_logits(trainer, [document, second])[len(first) :] for document in (first, other))
+    with in_evaluation(trainer, model):
+        before, after = (_logits(trainer, model, [document, second])[len(first) :] for document in (first, other))
     return ((before - after).abs().max() / before.abs().max()).item()
 
 
-def _logits(trainer: "SFTTrainer", documents: list[list[int]]) -> torch.Tensor:
+def _logits(trainer: "SFTTrainer", model: "Module", documents: list[list[int]]) -> torch.Tensor:
     """Logits of documents as the trainer's collator lays them: `(tokens, vocabulary)`, in float32."""
     batch: dict[str, Any] = trainer.data_collator([{"input_ids": document} for document in documents])
     del batch["labels"]
-    logits: torch.Tensor = trainer.model(**send_to_device(batch, trainer.accelerator.device), use_cache=False).logits
+    logits: torch.Tensor = model(**send_to_device(batch, trainer.accelerator.device), use_cache=False).logits
     return logits[0].float()

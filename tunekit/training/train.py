@@ -21,6 +21,7 @@ from tunekit.models.load import compile_layers, keep_trained, load_tokenizer, nu
 from tunekit.planner.plan import VARLEN, Plan, Schedule
 from tunekit.process.garbage import collected_seldom
 from tunekit.process.signals import Wishes
+from tunekit.recipe.methods import has_teacher
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.adapters import AdaloraAdapter, FullAdapter, LoraAdapter, PromptTuningAdapter
 from tunekit.recipe.sections.section import OUR_OPTIMS, Optim
@@ -125,6 +126,9 @@ def prove(trainer: RunTrainer, plan: Plan, record: Record, *, vocabulary: int, s
     if plan.padding_free and not packs_media:
         key = "data.packing" if recipe.data.packing else "data.padding_free"
         check_isolation(trainer, vocabulary=vocabulary, path=recipe.model.path, asked=key)
+        if has_teacher(recipe.method):
+            teacher, path = trainer.teacher_model, recipe.method.teacher.path
+            check_isolation(trainer, vocabulary=vocabulary, path=path, asked=key, model=teacher)
     if plan.attn_implementation == VARLEN:
         error_bound = prove_attention(trainer, vocabulary=vocabulary, flash=plan.flash_attention)
         record.write("attention", message=error_bound)

@@ -47,7 +47,7 @@ from tunekit.estimates.models.model_config import model_types
 from tunekit.estimates.passes import SFT, Passes
 from tunekit.files import read_table
 from tunekit.planner.plan import VARLEN, VLLM, FlashAttention, Kernels, Reason
-from tunekit.recipe.methods import generates
+from tunekit.recipe.methods import generates, has_teacher
 from tunekit.recipe.methods.spec import HeadKind, MethodSection
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
@@ -124,6 +124,13 @@ def runs_by_document(model: ModelFacts) -> bool:
 def runs_decoder_by_document(model: ModelFacts, attn_implementation: str) -> bool:
     """Return whether a whole decoder is run once for each document of a row."""
     return why_not_isolated(model, attn_implementation) is not None
+
+
+def why_not_packed(teacher: ModelFacts, attn_implementation: str) -> str | None:
+    """Return why a second model cannot read documents in one row, in a single pass; None where it can."""
+    if runs_by_document(teacher):
+        return f"the state of {teacher.model_type} layers would pass from one document to the next"
+    return why_not_isolated(teacher, attn_implementation)
 
 
 def repeats(data: DataSection, model: ModelFacts, attn_implementation: str) -> str | None:
@@ -338,6 +345,9 @@ def padding_of(
     why_not = why_not_isolated(model, attn_implementation)
     if why_not is not None:
         return Padding(False, padded, f"padding-free rows would attend to each other: {why_not}")
+    why_not = None if passes.teacher is None else why_not_packed(passes.teacher, attn_implementation)
+    if why_not is not None:
+        return Padding(False, padded, f"the teacher would read padding-free rows as one document: {why_not}")
     return Padding(True, None, f"{attn_implementation} reads the row boundaries")
 
 
@@ -383,6 +393,8 @@ def why_not_offloaded(recipe: Recipe, device: Device, layout: Layout) -> str | N
         return "activation offloading is untested with train.qat"
     if recipe.train.fp8 or recipe.train.torch_compile is True:
         return f"activation offloading is untested with train.{'fp8' if recipe.train.fp8 else 'torch_compile'}"
+    if has_teacher(recipe.method):
+        return "activation offloading is untested with a teacher"
     if "activation_offloading" not in config_fields(recipe.method.type):
         return f"TRL does not offload activations of {recipe.method.type}"
     return None
@@ -393,7 +405,7 @@ def why_not_tiled(recipe: Recipe, model: ModelFacts, layout: Layout) -> str | No
     train, adapter = recipe.train, recipe.adapter
     if layout.strategy != "single":
         return "tiled MLPs are untested on several devices, which can split long rows instead"
-    if recipe.method.spec.trains_on != "tokens":
+    if not recipe.method.is_single_pass:
         return f"tiled MLPs are untested with {recipe.method.type}"
     if model.num_experts:
         return f"the experts of {model.model_type} are not computed per token: their router loss balances all tokens"
@@ -494,7 +506,7 @@ def qat_faults(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Iterato
         return
     if not isinstance(recipe.adapter, FullAdapter) or recipe.adapter.is_partial or recipe.adapter.new_layers:
         yield "train.qat: requires full fine-tuning of all parameters", "unset it, or use adapter.type=full"
-    if recipe.method.spec.trains_on != "tokens":
+    if not recipe.method.is_single_pass:
         yield f"train.qat: untested with {recipe.method.type}", "unset it, or use method.type=sft"
     if hardware.torchao is False:
         yield "train.qat: torchao is not installed", "pip install 'tunekit[fp8]'"

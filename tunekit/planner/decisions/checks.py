@@ -21,6 +21,7 @@ from tunekit.estimates.models.model_config import model_types
 from tunekit.estimates.models.rope import BY_LENGTH, factor_for, kind_of
 from tunekit.estimates.models.rope import faults as rope_faults
 from tunekit.estimates.models.towers import Part
+from tunekit.estimates.passes import Passes
 from tunekit.planner.decisions import backends
 from tunekit.planner.decisions.adapters import adapter_faults, start_refusal
 from tunekit.planner.decisions.candidates import Setting, divisors
@@ -264,6 +265,30 @@ def _token_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, str]
         yield problem, "set adapter.type=full"
 
 
+def check_rows(recipe: Recipe, rows: DataFacts, attn_implementation: str, passes: Passes) -> None:
+    """Check that a teacher can read rows, and that completions have prompts.
+
+    Args:
+        recipe: The recipe.
+        rows: The rows.
+        attn_implementation: Attention implementation by its transformers name.
+        passes: What the method does in a step.
+
+    Raises:
+        PlanError: The teacher cannot read them as they are laid out, or completions are to follow rows without prompts.
+    """
+    teacher = passes.teacher
+    if teacher is not None and backends.lies_in_one_row(recipe.data):
+        why_not = backends.why_not_packed(teacher, attn_implementation)
+        if why_not is not None:
+            key = "data.packing" if recipe.data.packing else "data.padding_free"
+            problem = f"{key}: unsupported by method.teacher {teacher.path}: {why_not}"
+            raise PlanError(problem, hint=f"set {key}=false, or use another teacher")
+    if passes.generation is not None and rows.format in ("text", "tokens"):
+        problem = f"method.lmbda: completions need rows with prompts, but data.train holds {rows.format}"
+        raise PlanError(problem, hint="set method.lmbda=0")
+
+
 def check_media(
     recipe: Recipe,
     model: ModelFacts,
@@ -429,7 +454,7 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
     """Yield obstacles of this recipe in a layout with their remedies; None where there is no such obstacle."""
     recipe, optim = setting.recipe, setting.recipe.train.optimizer
     is_zero, is_fsdp2 = layout.strategy.startswith("zero"), layout.strategy == "fsdp2"
-    is_full, trains_on = isinstance(recipe.adapter, FullAdapter), recipe.method.spec.trains_on
+    is_full, is_single_pass = isinstance(recipe.adapter, FullAdapter), recipe.method.is_single_pass
     yield from start_refusal(
         recipe, layout, continues=continued_adapter(setting.model.origin, recipe.adapter) is not None
     )
@@ -509,7 +534,7 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
         what, without = _divided_at_load(layout)
         if not is_full:
             yield f"PEFT adapters do not support {what}", without
-        if trains_on != "tokens":
+        if not is_single_pass:
             why = (
                 f"transformers splits only the trained model into {what}, not the other computations of "
                 f"{recipe.method.type}"
@@ -517,7 +542,7 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
             yield why, without
     if layout.ep_size > 1:
         yield from _expert_refusals(recipe, setting.model)
-    if layout.devices_per_sequence > layout.tp_size and trains_on != "tokens":
+    if layout.devices_per_sequence > layout.tp_size and not is_single_pass:
         yield f"{recipe.method.type} does not support split sequences", "use fsdp2 without cp_size and sp_size"
     if setting.device.kind == "cpu" and is_fsdp2:
         # What FSDP2 supports on accelerators only (torch 2.13; a test runs each).

@@ -13,6 +13,7 @@ from tunekit.recipe.methods.comparing import MarginMethod, ReferenceMethod
 from tunekit.recipe.methods.cpo import CPOMethod
 from tunekit.recipe.methods.distillation import DistillationMethod
 from tunekit.recipe.methods.dpo import DPOMethod
+from tunekit.recipe.methods.gkd import GKDMethod
 from tunekit.recipe.methods.gmpo import GMPOMethod
 from tunekit.recipe.methods.grpo import GRPOMethod
 from tunekit.recipe.methods.kto import KTOMethod
@@ -24,7 +25,7 @@ from tunekit.recipe.methods.sft import SFTMethod
 from tunekit.recipe.methods.spec import MethodSection
 from tunekit.recipe.sections.section import type_alone
 
-_Offline = SFTMethod | DPOMethod | KTOMethod | ORPOMethod | CPOMethod | RewardMethod
+_Offline = SFTMethod | DPOMethod | KTOMethod | ORPOMethod | CPOMethod | RewardMethod | GKDMethod
 _OnPolicy = GRPOMethod | RLOOMethod | GMPOMethod | DistillationMethod
 Table = _Offline | _OnPolicy
 """The table of methods: a new one is added above."""

@@ -4,12 +4,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tunekit.recipe.methods.on_policy import ANSWER_CHECKS, GenerationSection, TeacherMethod
+from tunekit.recipe.methods.on_policy import ANSWER_CHECKS, GenerationSection, OnPolicyMethod, TeacherMethod
 from tunekit.recipe.methods.spec import LearningRate, MethodSpec
 from tunekit.recipe.sections.model import ModelSection
 
 
-class DistillationMethod(TeacherMethod):
+class DistillationMethod(TeacherMethod, OnPolicyMethod):
     """On-policy distillation of a teacher model (TRL's DistillationTrainer)."""
 
     spec = MethodSpec(
@@ -43,3 +43,8 @@ class DistillationMethod(TeacherMethod):
     trainer_args: dict[str, Any] = {}
     """Other arguments of TRL's DistillationConfig, by its field names. Checked against the installed version; arguments
     that tunekit sets itself are refused."""
+
+    def summary(self, reference: str) -> tuple[str, str]:
+        """Return the choice and the reason of a plan."""
+        choice = f"{self.type}, a completion of up to {self.max_completion_length} tokens"
+        return choice, f"teacher {self.teacher.path} is loaded as a second model and scores each token"

@@ -53,8 +53,8 @@ rewarded_spec = partial(
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-class GenerationSection(Section):
-    """Generation of completions during training."""
+class SamplingSection(Section):
+    """Sampling of completions during training."""
 
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature."""
@@ -70,6 +70,10 @@ class GenerationSection(Section):
 
     repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
     """Penalty on repeated tokens; 1: none."""
+
+
+class GenerationSection(SamplingSection):
+    """Generation of completions during training."""
 
     stop: list[Annotated[str, Field(min_length=1)]] = []
     """Stop strings, besides the end token of the model."""
@@ -304,16 +308,16 @@ AS_THE_MODEL = ("dtype", "attn_implementation", "kernels", "image_processor", "v
 """Settings of a teacher that are those of the model that learns from it."""
 
 
-class TeacherMethod(OnPolicyMethod):
-    """A method whose answers a teacher says the probabilities of, token by token."""
+class TeacherMethod(MethodSection):
+    """A method that learns the probabilities of a teacher, token by token."""
 
     if TYPE_CHECKING:
         teacher: ModelSection
 
-    def summary(self, reference: str) -> tuple[str, str]:
-        """Return the choice and the reason of a plan."""
-        choice = f"{self.type}, a completion of up to {self.max_completion_length} tokens"
-        return choice, f"teacher {self.teacher.path} is loaded as a second model and scores each token"
+    @property
+    def is_single_pass(self) -> bool:
+        """True if a step takes each row through the trained model once, and through no other."""
+        return False
 
     def conflicts(self, others: OtherSections) -> Iterator[Conflict]:
         """Yield conflicts with the rest of the recipe, and settings of the teacher that are the model's."""

@@ -84,6 +84,8 @@ class MethodPasses:
     """Kinds of media of rows."""
     num_virtual_tokens: int = 0
     """Trained embeddings before each sequence."""
+    always_pads: bool = False
+    """True if batches are padded whatever the recipe says."""
 
     @property
     def num_reference_forwards(self) -> float:
@@ -93,11 +95,6 @@ class MethodPasses:
         if self.generation is not None:
             return 1 / self.generation.num_steps
         return 2.0 if self.estimates else 1.0
-
-    @property
-    def always_pads(self) -> bool:
-        """True if batches are padded whatever the recipe says."""
-        return self.method != "sft" or self.num_virtual_tokens > 0
 
 
 @dataclass(frozen=True)
@@ -202,6 +199,11 @@ class MethodSection(Section):
     def reference_use(self) -> ReferenceUse:
         """Use of a reference model."""
         return "none"
+
+    @property
+    def is_single_pass(self) -> bool:
+        """True if a step takes each row through the trained model once, and through no other."""
+        return self.spec.trains_on == "tokens"
 
     @property
     def couples_rows(self) -> bool:

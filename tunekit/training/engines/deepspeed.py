@@ -263,9 +263,15 @@ def forget_order(trainer: Trainer) -> None:
     It gathers weights ahead of their use by that order. TRL's fused head takes the weight of the head and calls no
     module, so that one that was gathered ahead would be gathered twice (deepspeed 0.19, trl 1.16: an assertion).
     """
-    coordinator = trainer.model_wrapped.optimizer.parameter_offload.get_param_coordinator()
-    if not coordinator.is_invalid_trace():
-        coordinator._invalidate_trace()
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+
+    models = [trainer.model_wrapped, *(vars(trainer).get(name) for name in ("ref_model", "teacher_model"))]
+    for engine in [model for model in models if model is not None]:
+        is_frozen = isinstance(engine.optimizer, DeepSpeedZeRoOffload)
+        offload = engine.optimizer if is_frozen else engine.optimizer.parameter_offload
+        coordinator = offload.get_param_coordinator()
+        if not coordinator.is_invalid_trace():
+            coordinator._invalidate_trace()
 
 
 def full_state(trainer: Trainer, plan: Plan) -> dict[str, Tensor]:
