@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "tools.json"
 PACKAGES = ("tunekit", "torch", "transformers", "trl", "accelerate")
 CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-MAX_TURNS, TURN_TOKENS = 5, 48
+MAX_TURNS, TURN_TOKENS = 5, 112
 HIGHEST, NUM_GUESSES = 7, 3
 PICO = ROOT / "tunekit" / "models" / "pico"
 WITHOUT = ("method.environment=null", "method.max_tool_calling_iterations=8")

@@ -2,6 +2,7 @@
 
 import json
 import statistics
+from pathlib import Path
 
 import pytest
 
@@ -9,8 +10,11 @@ import tunekit
 from tests.commands import run_command
 from tests.tiny import save_tiny_model
 from tests.training.test_dpo import logged
+from tunekit.api import verbs
+from tunekit.data.tokenization.alignment import read_rows
 from tunekit.display.rewards import trial_parts
 from tunekit.errors import DataError, TunekitError
+from tunekit.runs.prepared_data import FILES
 
 REWARDS = """
 def low(completions, **columns):
@@ -153,6 +157,22 @@ def test_a_reward_that_fails_ends_the_trial_with_its_name_and_row(here):
     assert "method.rewards: trial_rewards:raises raised ZeroDivisionError" in done.stderr
     assert "for prompt 'double 3'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_tried_prompts_are_saved_with_their_rewards_and_sorted_by_them(here):
+    trial = tunekit.try_rewards(recipe("trial_rewards:low"), num_prompts=5, out="scored.jsonl")
+    saved = [json.loads(line) for line in Path("scored.jsonl").read_text().splitlines()]
+    totals = [[answer.total for answer in group.answers] for group in trial.groups]
+    assert [row["prompt"][0]["content"] for row in saved] == [group.prompt for group in trial.groups]
+    assert [row["mean_reward"] for row in saved] == [pytest.approx(statistics.fmean(values)) for values in totals]
+    assert [row["reward_std"] for row in saved] == [pytest.approx(statistics.pstdev(values)) for values in totals]
+    easiest_first = sorted(saved, key=lambda row: -row["mean_reward"])
+    assert easiest_first != saved
+    data = {"train": "scored.jsonl", "max_length": 64, "shuffle": False, "curriculum_column": "difficulty"}
+    run = verbs.make_run({**recipe("trial_rewards:low"), "data": data})
+    assert next(iter(read_rows(run.path / "data" / FILES["train"])))["answer"] == easiest_first[0]["answer"]
+    with pytest.raises(TunekitError, match=r"scored\.jsonl already exists"):
+        tunekit.try_rewards(recipe("trial_rewards:low"), out="scored.jsonl")
 
 
 def test_what_cannot_be_tried_is_refused(here):

@@ -1,5 +1,6 @@
 """The verbs: the single path that the command line, notebooks and every other door go through."""
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -54,7 +55,7 @@ from tunekit.runs.prepared_data import (
 )
 from tunekit.runs.record import claimed, free_bytes, place_of_run
 from tunekit.runs.run import Run, check_free, find_run, runs_named
-from tunekit.runs.small_files import DIED, place_of
+from tunekit.runs.small_files import DIED, place_of, write_whole
 from tunekit.tracking.trackers import check_trackers
 
 if TYPE_CHECKING:
@@ -507,6 +508,7 @@ def try_rewards(
     *,
     train_dataset: RowData | None = None,
     num_prompts: int = 20,
+    out: str | Path | None = None,
     on_event: Callable[[Event], None] | None = None,
 ) -> "RewardTrial":
     """Score the answers that a recipe's model gives now with its rewards, before any training.
@@ -516,6 +518,8 @@ def try_rewards(
         overrides: Changes to it.
         train_dataset: Rows instead of `data.train`, as for `train`.
         num_prompts: Prompts to try, the first of the training rows.
+        out: A file to write, a line of JSON for each tried row with its `mean_reward`, `reward_std` and `difficulty`.
+            With `data.curriculum_column=difficulty` a run on it begins with the easiest prompts.
         on_event: Called with the progress of generation; `tunekit.Progress()` shows it.
 
     Raises:
@@ -525,6 +529,8 @@ def try_rewards(
     if not is_rewarded(recipe.method):
         rewarded = any_of([info.name for info in list_methods() if info.is_rewarded])
         raise TunekitError(f"method.type: {recipe.method.type} does not use rewards", hint=f"use {rewarded}")
+    if out is not None and Path(out).exists():
+        raise TunekitError(f"{out} already exists", hint="pass another file, or delete it")
     _refuse_untrainable(recipe)
     lookup = Lookup([None], probe_model)
     data, planned = lookup.data(recipe), lookup.plan(recipe)
@@ -533,9 +539,13 @@ def try_rewards(
         data = shown_tools(recipe.method, data, partial(load_tokenizer, recipe.model))
         from tunekit.inference.reward_trial import run_trial
 
-        return run_trial(
+        trial = run_trial(
             planned, recipe.method, data.train, num_prompts=num_prompts, on_progress=_progress_to(on_event)
         )
+    if out is not None:
+        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in trial.scored_rows())
+        write_whole(Path(out), "".join(lines))
+    return trial
 
 
 def coverage(model: str) -> "Report":

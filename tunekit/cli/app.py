@@ -218,6 +218,9 @@ def rewards(
     recipe: cli.RecipeArgument,
     overrides: cli.OverridesArgument = None,
     prompts: Annotated[int, Option("-n", "--prompts", help="Prompts to try, from the first row.", min=1)] = 20,
+    out: Annotated[
+        Path | None, Option(metavar="FILE", help="Output file: the prompts with mean_reward, reward_std, difficulty.")
+    ] = None,
     as_json: Annotated[bool, Option("--json", help="Print all answers with their rewards as JSON.")] = False,
 ) -> None:
     """Score the untrained model's answers with each reward."""
@@ -229,7 +232,7 @@ def rewards(
     source, notes = _load(recipe, overrides)
     progress = Progress(Console(stderr=True))
     try:
-        trial = verbs.try_rewards(source, num_prompts=prompts, on_event=progress)
+        trial = verbs.try_rewards(source, num_prompts=prompts, out=out, on_event=progress)
     finally:
         progress.stop()
     if as_json:

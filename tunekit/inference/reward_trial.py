@@ -8,7 +8,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from tunekit.data.formats.row_formats import Row, counted
@@ -121,6 +121,7 @@ class RewardTrial:
         masks_truncated: Whether truncated answers are left out of the loss.
         is_bare: Whether prompts are texts that the model is given as they stand, though it has a chat template.
         calls: Calls of tools; None of a recipe without.
+        rows: The tried rows, one for each group.
     """
 
     groups: tuple[Group, ...]
@@ -130,6 +131,7 @@ class RewardTrial:
     generation_seconds_per_step: float
     masks_truncated: bool
     is_bare: bool
+    rows: tuple[Row, ...]
     calls: Calls | None = None
 
     @property
@@ -181,10 +183,26 @@ class RewardTrial:
             if reward.seconds_per_step > max(1.0, self.generation_seconds_per_step):
                 yield f"{reward.name} takes longer than generation: {reward.seconds_per_step:.1f} s per step"
 
+    def scored_rows(self) -> list[Row]:
+        """Return the tried rows with columns of what the model can do, in the order of the rows.
+
+        `mean_reward` and `reward_std` are those of the weighted sums of a row's answers, and `difficulty` is the mean
+        reward with its sign changed: rows in ascending order of it begin with the easiest. A row's own columns of these
+        names are replaced.
+        """
+        totals = [[answer.total for answer in group.answers] for group in self.groups]
+        means = [statistics.fmean(values) for values in totals]
+        return [
+            {**row, "mean_reward": mean, "reward_std": statistics.pstdev(values), "difficulty": -mean}
+            for row, mean, values in zip(self.rows, means, totals, strict=True)
+        ]
+
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain data."""
+        """All of it as plain data, but the rows."""
+        plain = asdict(replace(self, rows=()))
+        del plain["rows"]
         return {
-            **asdict(self),
+            **plain,
             "no_signal_share": self.no_signal_share,
             "truncated_share": self.truncated_share,
             "warnings": self.warnings(),
@@ -275,6 +293,7 @@ def run_trial(
         generation_seconds_per_step=generation_seconds * per_step,
         masks_truncated=method.mask_truncated_completions,
         is_bare=any(are_bare(rows, tokenizer) for rows in sources),
+        rows=tuple(prompt.row for prompt in prompts),
     )
 
 
@@ -327,6 +346,7 @@ def _played(
         generation_seconds_per_step=played.seconds * per_step,
         masks_truncated=method.mask_truncated_completions,
         is_bare=is_bare,
+        rows=tuple(prompt.row for prompt in prompts),
         calls=played.calls if uses_tools(method) else None,
     )
 
