@@ -1,11 +1,12 @@
-"""Measure what pico learns in tools/sft, tools/sums and tools/guess, with an environment, and without tools.
+"""Measure what pico learns in tools/sums and tools/guess, with an environment, and without tools.
 
     python -m benchmarks.tools [--seeds N ...] [--save]
 
-Each seed has a folder of its own, in which tools/sft is trained, then tools/sums and tools/guess from it, as `tunekit
-train` does it, and tools/sums from pico itself without its environment, for as many steps. What they have learned is
-asked of the saved models by their files alone: a loop here renders the turns, samples at temperature 1, reads the
-calls, and answers them by the environments' classes, on 256 held-out problems and as many games.
+Each seed has a folder of its own, in which tools/sums-sft is trained and tools/sums from it, tools/guess-sft and
+tools/guess from it, as `tunekit train` does it, and tools/sums from pico itself without its environment, for as many
+steps. What they have learned is asked of the saved models by their files alone: a loop here renders the turns, samples
+at temperature 1, reads the calls, and answers them by the environments' classes, on 256 held-out problems and as many
+games.
 
 - `right`: the share of problems whose last number is the right one; `sums` and `products` of those.
 - `calls, sums` and `calls, products`: uses of the calculator per problem.
@@ -23,6 +24,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,13 +163,13 @@ def chain(seed: int) -> Iterator[dict[str, Any]]:
     torch.manual_seed(seed)
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        begun, minutes = train("tools/sft", seed)
-        before = {"tools/sums": solve(Player(begun), with_tools=True), "tools/guess": guess(Player(begun))}
-        yield {"seed": seed, "recipe": "tools/sft", "before": {}, "after": {}, "minutes": minutes}
-        for name in ("tools/sums", "tools/guess"):
+        for name, measure in (("tools/sums", partial(solve, with_tools=True)), ("tools/guess", guess)):
+            begun, of_sft = train(f"{name}-sft", seed)
+            before = measure(Player(begun))
             path, minutes = train(name, seed)
-            after = solve(Player(path), with_tools=True) if name == "tools/sums" else guess(Player(path))
-            yield {"seed": seed, "recipe": name, "before": before[name], "after": after, "minutes": minutes}
+            after = measure(Player(path))
+            yield {"seed": seed, "recipe": f"{name}-sft", "before": {}, "after": {}, "minutes": of_sft}
+            yield {"seed": seed, "recipe": name, "before": before, "after": after, "minutes": minutes}
         pico = solve(Player(PICO), with_tools=False)
         path, minutes = train("tools/sums", seed, "model=pico", *WITHOUT, "output.name=plain")
         after = solve(Player(path), with_tools=False)

@@ -11,8 +11,9 @@
 - `pairs.jsonl`, `pairs_eval.jsonl`: preference pairs, of which the friendly manner is the better, all else the same.
 - `sums.jsonl`, `sums_eval.jsonl`: sums of three digits, and what they come to.
 
-- `calls.jsonl.gz`, `calls_eval.jsonl.gz`: conversations with calls of tools, half of them sums and products, of which
-  every second one asks the calculator, half of them games in which a number is guessed: anywhere in what is left.
+- `priced_calls.jsonl.gz`, `priced_calls_eval.jsonl.gz`: sums and products, of which every second one asks a calculator.
+- `games_calls.jsonl.gz`, `games_calls_eval.jsonl.gz`: games in which a number is guessed by calls, anywhere in what the
+  hints have left.
 - `priced.jsonl`, `priced_eval.jsonl`: sums and products of two digits, and what they come to.
 - `games.jsonl`, `games_eval.jsonl`: the prompt of a game, once for each game.
 
@@ -42,7 +43,7 @@ NUM_MANNERS, NUM_MANNERS_EVAL = 1600, 100
 NUM_PAIRS, NUM_PAIRS_EVAL = 800, 100
 NUM_SUMS, NUM_SUMS_EVAL = 2000, 256
 NUM_REVIEWS, NUM_TALES = 100, 96
-NUM_CALLS, NUM_CALLS_EVAL = 6000, 100
+NUM_CALLS, NUM_CALLS_EVAL = 3000, 100
 NUM_PRICED, NUM_PRICED_EVAL = 2000, 256
 NUM_GAMES, NUM_GAMES_EVAL = 1000, 256
 HIGHEST, NUM_GUESSES = 7, 3
@@ -342,18 +343,20 @@ def with_guesses(rng: random.Random) -> list[dict[str, object]]:
         low, high = map(int, hint.partition(", ")[2].split(" to "))
 
 
-def calls(num: int, *, held_out: bool) -> list[dict[str, object]]:
-    """Conversations with calls of tools."""
+def priced_calls(num: int, *, held_out: bool) -> list[dict[str, object]]:
+    """Sums and products with a calculator."""
     from transformers.utils import get_json_schema
 
-    rng = random.Random(f"{SEED}/calls/{held_out}")
-    calculator, guess = ([get_json_schema(tool)] for tool in (PricedSums.calculator, GuessNumber.guess))
-    return [
-        {"messages": with_guesses(rng), "tools": guess}
-        if number % 2
-        else {"messages": with_calculator(rng, held_out=held_out), "tools": calculator}
-        for number in range(num)
-    ]
+    rng, tools = random.Random(f"{SEED}/priced calls/{held_out}"), [get_json_schema(PricedSums.calculator)]
+    return [{"messages": with_calculator(rng, held_out=held_out), "tools": tools} for _ in range(num)]
+
+
+def games_calls(num: int, *, held_out: bool) -> list[dict[str, object]]:
+    """Games in which a number is guessed."""
+    from transformers.utils import get_json_schema
+
+    rng, tools = random.Random(f"{SEED}/games calls/{held_out}"), [get_json_schema(GuessNumber.guess)]
+    return [{"messages": with_guesses(rng), "tools": tools} for _ in range(num)]
 
 
 def priced(num: int, *, held_out: bool) -> list[dict[str, object]]:
@@ -450,8 +453,10 @@ def write(folder: Path) -> None:
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / name).write_text(lines, encoding="utf-8", newline="\n")
     small = {
-        "calls.jsonl.gz": calls(NUM_CALLS, held_out=False),
-        "calls_eval.jsonl.gz": calls(NUM_CALLS_EVAL, held_out=True),
+        "priced_calls.jsonl.gz": priced_calls(NUM_CALLS, held_out=False),
+        "priced_calls_eval.jsonl.gz": priced_calls(NUM_CALLS_EVAL, held_out=True),
+        "games_calls.jsonl.gz": games_calls(NUM_CALLS, held_out=False),
+        "games_calls_eval.jsonl.gz": games_calls(NUM_CALLS_EVAL, held_out=True),
     }
     for name, rows in small.items():
         lines = "".join(json.dumps(row) + "\n" for row in rows)

@@ -17,7 +17,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "data"
 FILES = (
     *("pirate.jsonl", "pirate_eval.jsonl", "manners.jsonl", "manners_eval.jsonl", "pairs.jsonl", "pairs_eval.jsonl"),
     *("sums.jsonl", "sums_eval.jsonl", "reviews.csv", "tales.txt"),
-    *("calls.jsonl.gz", "calls_eval.jsonl.gz", "priced.jsonl", "priced_eval.jsonl", "games.jsonl", "games_eval.jsonl"),
+    *(f"{name}_calls{part}.jsonl.gz" for name in ("priced", "games") for part in ("", "_eval")),
+    *("priced.jsonl", "priced_eval.jsonl", "games.jsonl", "games_eval.jsonl"),
 )
 PICTURES = tuple(
     f"{name}{suffix}.jsonl" for name in ("shapes", "shapes_pairs", "shapes_prompts") for suffix in ("", "_eval")
@@ -47,8 +48,10 @@ def test_the_script_makes_the_files_as_they_are(folder, files, tmp_path):
         ("pairs_eval.jsonl", "preference", 100),
         ("sums.jsonl", "prompts", 2000),
         ("sums_eval.jsonl", "prompts", 256),
-        ("calls.jsonl.gz", "messages", 6000),
-        ("calls_eval.jsonl.gz", "messages", 100),
+        ("priced_calls.jsonl.gz", "messages", 3000),
+        ("priced_calls_eval.jsonl.gz", "messages", 100),
+        ("games_calls.jsonl.gz", "messages", 3000),
+        ("games_calls_eval.jsonl.gz", "messages", 100),
         ("priced.jsonl", "prompts", 2000),
         ("priced_eval.jsonl", "prompts", 256),
         ("games.jsonl", "prompts", 1000),

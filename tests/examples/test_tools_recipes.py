@@ -14,8 +14,8 @@ SMALL = {"train.max_steps": 1, "output.sample_prompts": [], "data.eval": None}
 @pytest.mark.slow
 def test_both_start_from_the_run_that_learned_to_call(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    begun = tunekit.train("tools/sft", {**SMALL, "data.packing": False, "train.global_batch_size": 4})
     for name in ("sums", "guess"):
+        begun = tunekit.train(f"tools/{name}-sft", {**SMALL, "data.packing": False, "train.global_batch_size": 4})
         run = tunekit.train(f"tools/{name}", {**SMALL, "train.global_batch_size": 8})
         assert run.status()["phase"] == "finished"
         assert run.plan.origin.chain.split(" > ")[-1].startswith(begun.name)
