@@ -81,6 +81,15 @@ def recipe(saved, folder, *, packed=False, **sections):
 def loss_of(model, processor, saved):
     """The mean over the answers' tokens, by the processor's own conversion of each row."""
     losses = []
+    for inputs, labels in converted(processor, saved):
+        logits = model(**inputs).logits[0, :-1].float()
+        losses.append(torch.nn.functional.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="none"))
+    kept = torch.cat(losses)
+    return kept[kept != 0].mean()
+
+
+def converted(processor, saved):
+    """Inputs and labels of each row, `(seq,)`, by the processor's own conversion."""
     for line in (saved / "data" / "rows.jsonl").read_text().splitlines():
         asked, answered = json.loads(line)["messages"]
         parts = asked["content"] if isinstance(asked["content"], list) else [{"type": "text", "text": asked["content"]}]
@@ -95,10 +104,7 @@ def loss_of(model, processor, saved):
         labels = torch.full_like(ids, -100)
         num = len(processor.tokenizer(answered["content"] + "<|im_end|>", add_special_tokens=False)["input_ids"])
         labels[-1 - num : -1] = ids[-1 - num : -1]
-        logits = model(**inputs).logits[0, :-1].float()
-        losses.append(torch.nn.functional.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="none"))
-    kept = torch.cat(losses)
-    return kept[kept != 0].mean()
+        yield inputs, labels
 
 
 TENSORS = {"return_tensors": "pt", "text_kwargs": {"add_special_tokens": False}}
@@ -161,8 +167,10 @@ def test_packed_rows_have_the_loss_and_the_gradients_of_plain_transformers_on_ea
     assert plan.padding_free and 1 < plan.data.num_train < 8
 
 
-def compare_with_plain_transformers(adapter, saved, tmp_path, *, packed=False, auto_class=None, **train):
-    """Compare the first loss and all gradients of a run, and return it."""
+def compare_with_plain_transformers(
+    adapter, saved, tmp_path, *, packed=False, auto_class=None, method="sft", loss_of=loss_of, **train
+):
+    """Compare the first loss and all gradients of a run with those of a loss, and return the run."""
     from peft import PeftModel
     from safetensors.torch import load_file
     from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -170,7 +178,7 @@ def compare_with_plain_transformers(adapter, saved, tmp_path, *, packed=False, a
     auto_class = auto_class or AutoModelForImageTextToText
 
     sections = {"adapter": {"type": "lora", "rank": RANK, "alpha": RANK} if adapter == "lora" else "full"}
-    run = tunekit.train(recipe(saved, tmp_path, packed=packed, train=train, **sections))
+    run = tunekit.train(recipe(saved, tmp_path, packed=packed, train=train, method=method, **sections))
     model = auto_class.from_pretrained(saved / "model", dtype=torch.float32)
     if adapter == "lora":
         model = PeftModel.from_pretrained(model, run.model_path, is_trainable=True)

@@ -39,7 +39,7 @@ def save_models(folder, family):
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in teacher.parameters():
-            parameter.add_(torch.randn_like(parameter) * parameter.std() / 2)
+            parameter.add_(torch.randn_like(parameter) * parameter.std(correction=0) / 2)
     teacher.save_pretrained(folder / "teacher")
     save_prompts(folder / "data", 4)
 

@@ -131,6 +131,8 @@ def prepare(
     media = None
     if media_in(data):
         media = MediaTokens(load_processor(recipe.model, tokenizer, media_in(data)))
+        if has_teacher(recipe.method):
+            _check_teacher_reads(recipe.method.teacher, recipe, media, (*data.train, *data.eval))
     splits = prepare_data(recipe.data, data, tokenizer, on_progress, media=media)
     report = report_data(
         splits,

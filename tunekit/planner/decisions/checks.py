@@ -284,7 +284,13 @@ def check_rows(recipe: Recipe, rows: DataFacts, attn_implementation: str, passes
             key = "data.packing" if recipe.data.packing else "data.padding_free"
             problem = f"{key}: unsupported by method.teacher {teacher.path}: {why_not}"
             raise PlanError(problem, hint=f"set {key}=false, or use another teacher")
-    if passes.generation is not None and rows.format in ("text", "tokens"):
+        if rows.media:
+            raise PlanError("data.packing: unsupported for rows with images with a teacher", hint="unset it")
+    if passes.generation is None or not recipe.method.spec.masks_as_told:
+        return
+    if rows.media:
+        raise PlanError("method.lmbda: completions of rows with images are unsupported", hint="set method.lmbda=0")
+    if rows.format in ("text", "tokens"):
         problem = f"method.lmbda: completions need rows with prompts, but data.train holds {rows.format}"
         raise PlanError(problem, hint="set method.lmbda=0")
 

@@ -36,6 +36,7 @@ class GKDMethod(TeacherMethod):
         loss_description="Losses are the divergence from the teacher, in nats per trained token.",
         upstream_names=("_get_num_items_in_batch",),
         masks_as_told=True,
+        media=("image",),
         uses_tiled_head=False,
     )
 
@@ -43,7 +44,7 @@ class GKDMethod(TeacherMethod):
     """Generalized knowledge distillation, on conversations and other rows of sft (arXiv 2306.13649)."""
 
     teacher: ModelSection
-    """Teacher model, with the same vocabulary."""
+    """Teacher model, with the same vocabulary; for rows with images with the same image processor."""
 
     lmbda: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Student data fraction: probability that an optimizer step trains on completions which the model generates in
