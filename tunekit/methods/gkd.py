@@ -26,7 +26,7 @@ from trl.trainer.utils import maybe_gather_lm_head_ctx
 from tunekit.kernels.cross_entropy import IGNORED
 from tunekit.kernels.linear_ce import next_labels, places_of
 from tunekit.methods.arguments import Parts
-from tunekit.methods.head import bound_of, fused_heads, whole
+from tunekit.methods.head import fused_heads, language_model, trl_head, whole
 from tunekit.methods.run_trainer import RunTrainer
 from tunekit.methods.sft import TokenMeanSFTTrainer, token_trainer
 from tunekit.recipe.methods.gkd import GKDMethod
@@ -63,7 +63,8 @@ class GKDTrainer(TokenMeanSFTTrainer):
         super().__init__(**given)
         self.beta, self.temperature, self.lmbda = method.beta, method.temperature, method.lmbda
         self.kd_ratio = method.kd_ratio
-        self._bound = bound_of(teacher)
+        with trl_head(teacher) as bound:
+            self._bound = bound
         if self.is_deepspeed_enabled:
             self.teacher_model = prepare_deepspeed(teacher, self.accelerator)
         else:
@@ -234,20 +235,15 @@ class GKDTrainer(TokenMeanSFTTrainer):
         return [_ended(row, self._end_tokens) for row in generated[:, width:].tolist()]
 
 
-def _language_model(model: Any) -> PreTrainedModel:
-    """The model that has the head, below an adapter."""
-    return model if isinstance(model, PreTrainedModel) else model.get_base_model()
-
-
 def _scored(model: Any, inputs: "Mapping[str, Any]", places: Tensor) -> Tensor:
     """Last hidden states at the places that count, `(tokens, hidden)`."""
-    hidden: Tensor = _language_model(model).base_model(**inputs, use_cache=False).last_hidden_state
+    hidden: Tensor = language_model(model).base_model(**inputs, use_cache=False).last_hidden_state
     return hidden.flatten(0, 1).index_select(0, places)
 
 
 def _with_head(model: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Hidden states, and weight and bias of the head."""
-    head = _language_model(model).get_output_embeddings()
+    head = language_model(model).get_output_embeddings()
     return hidden, whole(head.weight), None if head.bias is None else whole(head.bias)
 
 

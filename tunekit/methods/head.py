@@ -20,8 +20,8 @@ head scores them.
 
 import functools
 import inspect
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
@@ -38,7 +39,7 @@ from tunekit.kernels.linear_ce import TokenScores, linear_ce, linear_logprob, ne
 
 if TYPE_CHECKING:
     from torch.nn import Module
-    from transformers import PreTrainedModel, Trainer
+    from transformers import Trainer
 
 
 HEAD = "fused_head"
@@ -142,12 +143,19 @@ def fused_heads(trainer: "Trainer") -> list[Head]:
     return [vars(module)[HEAD] for model in _models(trainer) for module in model.modules() if HEAD in vars(module)]
 
 
-def bound_of(model: "PreTrainedModel") -> Mapping[str, Any]:
-    """Return what TRL's head takes from a model, which is as before afterwards."""
+def language_model(model: Any) -> PreTrainedModel:
+    """Return the model that has the head, below an adapter."""
+    base: PreTrainedModel = model if isinstance(model, PreTrainedModel) else model.get_base_model()
+    return base
+
+
+@contextmanager
+def trl_head(model: PreTrainedModel, temperature: float = 1.0) -> Iterator[Mapping[str, Any]]:
+    """Give a model TRL's head, and yield what that has bound from it; afterwards the model is as before."""
     replaced = vars(model).get("forward")
-    add_fused_lm_head(model)
+    add_fused_lm_head(model, temperature)
     try:
-        return inspect.getclosurevars(cast("MethodType", model.forward).__func__).nonlocals
+        yield inspect.getclosurevars(cast("MethodType", model.forward).__func__).nonlocals
     finally:
         del model.forward
         if replaced is not None:

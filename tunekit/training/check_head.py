@@ -12,7 +12,6 @@ logit and of the logarithm of their sum, both below some steps of the token's la
 what is systematic, such as a scale, adds up, and is seen in the sum long before it is seen in a token.
 """
 
-import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -23,12 +22,12 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import nn
 from torch.nn import Module
-from transformers import PreTrainedModel, Trainer
+from transformers import Trainer
 
 from tunekit.data.media.collate import MEDIA, MediaCollator, as_text, documents_of
 from tunekit.errors import RunError
 from tunekit.estimates.models.model_config import num_experts_of
-from tunekit.methods.head import Head, experts_of_layer, fused_heads
+from tunekit.methods.head import Head, experts_of_layer, fused_heads, language_model, trl_head
 from tunekit.models.fusion.proof import ROUNDING, whole_shape
 from tunekit.planner.plan import Plan
 from tunekit.recipe.methods import has_teacher
@@ -170,19 +169,10 @@ def _check_distillation(trainer: Any, plan: Plan, vocabulary: int) -> None:
     Raises:
         RunError: One of them differs.
     """
-    from trl.trainer.utils import add_fused_lm_head
-
     for field, wrapped in (("model", trainer.model), ("method.teacher", trainer.teacher_model)):
         model = _language_model(trainer, wrapped)
-        replaced = vars(model).get("forward")
-        add_fused_lm_head(model, trainer.temperature)
-        try:
-            bound = inspect.getclosurevars(model.forward.__func__).nonlocals
+        with trl_head(model, trainer.temperature) as bound:
             why = _why_not_fused(trainer, wrapped, bound, plan, vocabulary)
-        finally:
-            del model.forward
-            if replaced is not None:
-                model.forward = replaced
         if why is not None:
             problem = f"{field}: {type(model).__name__} {why}; TRL's distillation only compares logits of a fused head"
             hint = "distill with another model family, or train on the teacher's answers with method.type=sft"
@@ -316,8 +306,7 @@ def _hidden_states_checked(model: Any) -> "Iterator[None]":
 
 def _language_model(trainer: Any, wrapped: Any) -> Any:
     """The model that has the head, below adapters and wrappers."""
-    model = trainer.accelerator.unwrap_model(wrapped)
-    return model if isinstance(model, PreTrainedModel) else model.get_base_model()
+    return language_model(trainer.accelerator.unwrap_model(wrapped))
 
 
 def _rows_of_media(rows: Any) -> list[dict[str, Any]]:
