@@ -1,6 +1,6 @@
 """Measure what pico learns in tools/sums and tools/guess, with an environment, and without tools.
 
-    python -m benchmarks.tools [--seeds N ...] [--save]
+    python -m benchmarks.tools [--seeds N ...] [--save]  # saves after each seed
 
 Each seed has a folder of its own, in which tools/sums-sft is trained and tools/sums from it, tools/guess-sft and
 tools/guess from it, as `tunekit train` does it, and tools/sums from pico itself without its environment, for as many
@@ -188,14 +188,16 @@ def main() -> None:
         for row in chain(seed):
             rows.append(row)
             print(json.dumps(row), flush=True)
+        if args.save:
+            save(rows)
     print(by_seed(rows, ".2f"))
-    if args.save:
-        conditions = circumstances(PACKAGES)
-        RESULTS.write_text(json.dumps({**conditions, "rows": rows}, indent=1) + "\n", encoding="utf-8")
-        text = (
-            f"# What pico learns with tools, by seed\n\n`python -m benchmarks.tools --save`\n\n{by_seed(rows, '.2f')}\n"
-        )
-        RESULTS.with_suffix(".md").write_text(text, encoding="utf-8")
+
+
+def save(rows: list[dict[str, Any]]) -> None:
+    """Write the rows so far, and their table."""
+    RESULTS.write_text(json.dumps({**circumstances(PACKAGES), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    title = "# What pico learns with tools, by seed\n\n`python -m benchmarks.tools --save`\n"
+    RESULTS.with_suffix(".md").write_text(f"{title}\n{by_seed(rows, '.2f')}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
