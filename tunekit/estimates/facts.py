@@ -872,6 +872,8 @@ class DataFacts(Facts):
         "messages", "prompt_completion", "text", "tokens", "preference", "unpaired_preference", "prompts"
     ] = "messages"
     """Shape of the rows, after other shapes were converted to it."""
+    is_conversational: bool | None = None
+    """True if rows, or their prompts, are messages that the chat template formats; None in plans of older versions."""
     tokenized: bool = False
     sources: tuple[SourceFacts, ...] = ()
     """Amount of training data of each source, in the order of the recipe."""
@@ -902,6 +904,13 @@ class DataFacts(Facts):
     """The same of the sequence with the most: a row, or several that are packed."""
     num_good: int | None = None
     """Rows to train on whose answer is good, where rows say so."""
+
+    @property
+    def is_chat(self) -> bool:
+        """True if a prompt is a turn of a conversation, rather than a text to complete."""
+        if self.is_conversational is None:
+            return self.format not in ("text", "tokens", "prompt_completion")
+        return self.is_conversational
 
     @property
     def media(self) -> tuple[MediaKind, ...]:

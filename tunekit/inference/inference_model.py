@@ -81,7 +81,7 @@ class Trained:
     @property
     def is_chat(self) -> bool:
         """True if it was trained on conversations, as far as a run tells; without a run the tokenizer decides."""
-        return self.run is None or self.run.plan.data.format not in ("text", "tokens", "prompt_completion")
+        return self.run is None or self.run.plan.data.is_chat
 
     @property
     def can_compare(self) -> bool:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from tunekit.data.tokenization.alignment import read_rows
 from tunekit.errors import ModelError, RunError
 from tunekit.estimates.learning_rates import has_groups, plain_name, rate_of, unmatched
 from tunekit.methods.arguments import give_weights, settle_reference
@@ -28,9 +27,7 @@ from tunekit.recipe.sections.section import OUR_OPTIMS, Optim
 from tunekit.runs.checkpoints.complete import publish_result
 from tunekit.runs.events import first_and_last
 from tunekit.runs.fingerprints import check_run_code
-from tunekit.runs.prepared_data import FILES
 from tunekit.runs.record import Record, give_room
-from tunekit.runs.run import Run
 from tunekit.training import build_trainer
 from tunekit.training.callbacks import Boundary, EvaluationLeft, Watch, evaluation_is_due, follow, follow_layers, rates
 from tunekit.training.check_head import check_head
@@ -84,7 +81,7 @@ def make_ready(watch: Watch, wishes: Wishes) -> Ready:
     start = start_of(run, place)
     source = start.newest.path or start.weights
     trainer, tokenizer = build(watch, schedule, source)
-    sample = Sampler(watch, tokenizer, is_chat=_is_chat(run, plan))
+    sample = Sampler(watch, tokenizer, is_chat=plan.data.is_chat)
     start.tell(record)
     if source is not None:
         check_states(source)
@@ -324,13 +321,6 @@ def save_and_load_plain(trainer: RunTrainer, adapter: LoraAdapter) -> None:
 
     trainer.wrap("save_weights", save)
     trainer.wrap("load_weights", lambda load, folder, model=None: load_plain(trainer.model, Path(folder)))
-
-
-def _is_chat(run: Run, plan: Plan) -> bool:
-    """Return whether a prompt is a user's turn of a conversation, rather than a text to complete."""
-    if plan.data.format in ("preference", "unpaired_preference", "prompts"):
-        return isinstance(read_rows(run.path / "data" / FILES["train"])[0]["prompt"], list)
-    return plan.data.format == "messages"
 
 
 def forget_overrides(optim: Optim) -> None:

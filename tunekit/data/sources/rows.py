@@ -252,6 +252,11 @@ class Rows:
     def __len__(self) -> int:
         return len(self.rows)
 
+    @property
+    def is_conversational(self) -> bool:
+        """True if rows, or their prompts, are messages that the chat template formats."""
+        return self.format == "messages" or isinstance(self.rows[0].get("prompt"), list)
+
     def place(self, index: int) -> str:
         """Return the location of a row: `chats.jsonl:17`, or `chats.parquet row 17`."""
         if not self.parts:
