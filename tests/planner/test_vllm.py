@@ -1,5 +1,6 @@
 """Whether vLLM generates answers, and what the plan says and reckons of it. No vLLM stands behind the figures."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from tunekit.estimates.facts import DataFacts, Hardware
 from tunekit.estimates.hardware.machines import find_machine
 from tunekit.planner.plan import VLLM, Plan
 from tunekit.planner.resolve import resolve
+from tunekit.process.watchdog import Beat, silent_server
 from tunekit.recipe.schema import Recipe
 
 ROWS = DataFacts(num_train=1000)
@@ -82,6 +84,17 @@ def test_a_server_takes_nothing_of_the_devices():
     assert plan.vllm == VLLM(mode="server")
     assert "vllm" not in plan.memory.parts and "generation" not in plan.memory.phases
     assert f"vLLM server, {URL}; set by the recipe" in why(plan)
+
+
+def test_a_server_that_does_not_answer_is_named_by_the_process_that_asks_it():
+    plan = planned(generation={"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": URL})
+    beat = Beat(0, 1, "", "here", 0.0, 3, "generation", 0.0)
+    error = silent_server(plan, beat, 600.4)
+    assert error is not None and "`vllm serve`" in str(error.hint)
+    assert f"the vLLM server at {URL} has not answered for 600 s, in generation of step 3" in error.problem
+    assert silent_server(plan, replace(beat, rank=1), 600.4) is None
+    assert silent_server(plan, replace(beat, at="forward"), 600.4) is None
+    assert silent_server(planned(), beat, 600.4) is None
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,15 @@ import json
 import random
 
 import pytest
+import requests
 import torch
 
 import tunekit
 from tests.tiny import make_tokenizer, save_tiny_model
 from tests.training.watching import logged, seeing
 from tunekit.api import verbs
-from tunekit.methods.generation import _end, generation_arguments
+from tunekit.errors import RunError
+from tunekit.methods.generation import _end, _generate_served, generation_arguments
 from tunekit.planner.plan import VLLM
 from tunekit.recipe.load import load_recipe
 
@@ -124,6 +126,26 @@ def test_grpo_learns_by_other_losses(here, method):
     run = tunekit.train(recipe(**method))
     assert all(event["grad_norm"] > 0 for event in logged(run))
     assert len(logged(run)) == 2
+
+
+def test_a_server_without_an_answer_is_named_with_the_reason_and_the_remedy():
+    """Nothing listens at the port, which is that of a service that is long gone."""
+    url = "http://127.0.0.1:9"
+    problem = rf"no answer from the vLLM server at {url}: \[Errno \d+\] Connection refused"
+    with pytest.raises(RunError, match=problem) as error:
+        _generate_served(url, requests.post, f"{url}/v1/completions")
+    assert "`vllm serve`" in error.value.hint
+
+
+def test_an_answer_of_a_server_with_an_error_is_told_and_other_errors_stay():
+    def answer(error):
+        raise error
+
+    with pytest.raises(RunError, match=r"no answer from the vLLM server at http://x: 400, too long; "):
+        _generate_served("http://x", answer, Exception("Request failed: 400, too long"))
+    for error in (Exception("it is ours"), ValueError("Request failed: 3"), RunError("x", hint="y")):
+        with pytest.raises(type(error), match=str(error)):
+            _generate_served("http://x", answer, error)
 
 
 @pytest.mark.parametrize("kind", ["grpo", "rloo", "distillation"])

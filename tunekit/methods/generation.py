@@ -5,22 +5,26 @@ text of `method.generation.stop` does so without such a token. transformers pads
 would be learned as a part of the answer, or as an end token that the model never gave where the two are the same; and
 the longest of a batch would count as cut off (trl 1.16, `_generate_single_turn` and `_generate`). `end_at_stop_texts`
 mends both on a trainer.
+
+TRL's client asks a vLLM server up to six times within a minute, and then raises what the connection raised. Here that
+becomes an error with the server's address and the remedy.
 """
 
 import inspect
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from tunekit.data.media.answers import with_pictures
-from tunekit.errors import DataError
+from tunekit.errors import DataError, RunError
 from tunekit.methods.arguments import Parts, loading_arguments
 from tunekit.methods.run_trainer import GroupOrder, RunTrainer
 from tunekit.planner.plan import Plan
-from tunekit.recipe.methods.on_policy import OnPolicyMethod, RewardedMethod
+from tunekit.recipe.methods.on_policy import SERVER_HINT, OnPolicyMethod, RewardedMethod
 from tunekit.recipe.sections.data import DataSection
 
 if TYPE_CHECKING:
@@ -96,12 +100,55 @@ def generating_trainer(base: type, method: OnPolicyMethod, parts: Parts, **given
         given["processing_class"] = parts.processor
         evaluated = None if parts.eval_dataset is None else with_pictures(parts.eval_dataset)
         parts = replace(parts, train_dataset=with_pictures(parts.train_dataset), eval_dataset=evaluated)
-    trainer = parts.trainer(base, **given)
+    served = parts.plan.vllm is not None and parts.plan.vllm.mode == "server"
+    if served:
+        with _answering(method.generation.vllm_server_base_url):
+            trainer = parts.trainer(base, **given)
+        trainer.wrap("generate", partial(_generate_served, method.generation.vllm_server_base_url))
+    else:
+        trainer = parts.trainer(base, **given)
     if parts.processor is not None:
         _keep_unpadded(trainer)
     GroupOrder(trainer, parts.train.seed)
     end_at_stop_texts(trainer, parts.tokenizer, method.generation.stop)
     return trainer
+
+
+def _generate_served(url: str | None, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _answering(url):
+        return generate(*args, **kwargs)
+
+
+@contextmanager
+def _answering(url: str | None) -> Iterator[None]:
+    """Around requests to a vLLM server.
+
+    Raises:
+        RunError: The server cannot be reached, ends during an answer, or answers with an error.
+    """
+    from requests import RequestException
+
+    try:
+        yield
+    except RequestException as error:
+        raise _no_answer(url, _innermost(error)) from error
+    except Exception as error:
+        # TRL has no other class for an answer with an error's status (trl 1.16, `VLLMClient._post`).
+        if type(error) is not Exception or not str(error).startswith("Request failed: "):
+            raise
+        raise _no_answer(url, str(error).removeprefix("Request failed: ")) from error
+
+
+def _no_answer(url: str | None, reason: str) -> RunError:
+    problem = f"method.generation.vllm_server_base_url: no answer from the vLLM server at {url}: {reason[:300]}"
+    return RunError(problem, hint=SERVER_HINT)
+
+
+def _innermost(error: BaseException) -> str:
+    """Return the message of the error that another one was raised for, without the objects in it."""
+    while (cause := error.__cause__ or error.__context__) is not None and str(cause):
+        error = cause
+    return str(error).rpartition(">: ")[2]
 
 
 def rewarded_trainer(

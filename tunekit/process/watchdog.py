@@ -36,6 +36,8 @@ import psutil
 
 from tunekit.errors import ExchangeError, RunError, StandstillError
 from tunekit.planner.plan import Plan
+from tunekit.recipe.methods import generates
+from tunekit.recipe.methods.on_policy import SERVER_HINT
 from tunekit.runs.record import Record, errors_of
 from tunekit.runs.run import SEEN_SECONDS, Run
 from tunekit.runs.small_files import RANKS, Place, beats_in, identity_of, is_alive, wait_for, write_whole
@@ -362,6 +364,24 @@ class Sight:
         return StandstillError(f"rank {mine.rank} made no progress for {seconds:.0f} s, {where(mine)}", hint=hint)
 
 
+def silent_server(plan: Plan, beat: Beat, seconds: float) -> RunError | None:
+    """Return the error of a vLLM server that does not answer; None for a process that waits for none.
+
+    Args:
+        plan: The plan of the run.
+        beat: Where the process stands.
+        seconds: How long it has stood there.
+    """
+    method = plan.recipe.method
+    # The main process alone asks the server.
+    if plan.vllm is None or plan.vllm.mode != "server" or beat.rank or beat.at not in ("generation", "tools"):
+        return None
+    assert generates(method)
+    url = method.generation.vllm_server_base_url
+    problem = f"method.generation.vllm_server_base_url: the vLLM server at {url} has not answered for {seconds:.0f} s"
+    return StandstillError(f"{problem}, {where(beat)}", hint=SERVER_HINT)
+
+
 def no_sign_of(beat: Beat) -> str:
     """Describe a process that sends no heartbeats."""
     return f"rank {beat.rank} (process {beat.pid} on {beat.host}) stopped sending heartbeats, last {where(beat)}"
@@ -438,7 +458,7 @@ class Watchdog:
         self._write_stacks(f"{where(stood_at)} for {seconds:.0f} s")
         ask_for_stacks([beat for beat in sight.others if beat.rank not in sight.silent])
         ask_children()
-        error = sight.verdict(seconds, self._folder)
+        error = silent_server(self._plan, stood_at, seconds) or sight.verdict(seconds, self._folder)
         if isinstance(error, ExchangeError):
             # Whom it waited for has more to say. Its supervisor would end it as soon as this one is gone.
             wait_for(lambda: any(words["rank"] != stood_at.rank for words in errors_of(run)), TELL_SECONDS)

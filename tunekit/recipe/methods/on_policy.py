@@ -50,6 +50,9 @@ rewarded_spec = partial(
 )
 """Spec of a method whose answers are rewarded, of what it has for itself."""
 
+SERVER_HINT = "see the server's log, start it again with `vllm serve`, and resume the run"
+"""Remedy where a vLLM server does not answer."""
+
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -82,7 +85,7 @@ class GenerationSection(SamplingSection):
     """Generate with vLLM instead of transformers. `auto`: if it is installed and there is a GPU."""
 
     vllm_mode: Literal["colocate", "server"] = "colocate"
-    """Where vLLM runs: on the training devices (`colocate`), or on a server (`trl vllm-serve`)."""
+    """Where vLLM runs: on the training devices (`colocate`), or on a server (`vllm serve`)."""
 
     vllm_server_base_url: str | None = None
     """URL of the vLLM server, such as `http://host:8000`."""
