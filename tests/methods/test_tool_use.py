@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 import trl
@@ -12,12 +13,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from trl.chat_template_utils import add_response_schema
 
 import tunekit
+from tests.calling import save_calling_model
 from tests.processes import in_processes
 from tests.tiny import save_tiny_model
 from tunekit.display.rewards import trial_parts
-from tunekit.errors import DataError, RecipeError, TunekitError
+from tunekit.errors import DataError, RecipeError, RunError, TunekitError
 from tunekit.inference.episode_trial import HeldOut, _trainer
-from tunekit.methods.tool_use import _Turns, give_response_template, tool_schemas
+from tunekit.methods.tool_use import _Turns, give_response_template, tool_schemas, tool_use
 from tunekit.probe.model import PICO
 from tunekit.recipe.methods.grpo import GRPOMethod
 from tunekit.training.answers import transcript
@@ -294,47 +296,8 @@ def test_episodes_of_an_evaluation_are_played_one_a_prompt_without_dropout(home,
 @pytest.fixture(scope="module")
 def calling_model(tmp_path_factory):
     """A tiny model with pico's tokenizer that has learned to call `guess`, and nothing else."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     folder = tmp_path_factory.mktemp("calling")
-    tokenizer = AutoTokenizer.from_pretrained(PICO)
-    (schema,) = tool_schemas(method(environment="guess_number"))
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            max_position_embeddings=512,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=None,
-            tie_word_embeddings=True,
-        )
-    )
-    rows = []
-    for number in range(1, 13):
-        called = {"type": "function", "function": {"name": "guess", "arguments": {"number": number}}}
-        turns = [{"role": "user", "content": "Guess my number. Begin at 1."}]
-        for hint in ("higher", "lower"):
-            turns.append({"role": "assistant", "content": "", "tool_calls": [called]})
-            turns.append({"role": "tool", "name": "guess", "content": hint})
-        turns.append({"role": "assistant", "content": "I do not know."})
-        rows.append(tokenizer.apply_chat_template(turns, tools=[schema], return_dict=False))
-    longest = max(map(len, rows))
-    ids = torch.tensor([row + [tokenizer.pad_token_id] * (longest - len(row)) for row in rows])
-    labels = ids.masked_fill(ids == tokenizer.pad_token_id, -100)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    for _ in range(300):
-        loss = model(input_ids=ids, labels=labels).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert loss < 0.5
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_calling_model(folder)
     return folder
 
 
@@ -424,6 +387,7 @@ def _turns(tokenizer, ids):
 def test_the_turns_are_in_the_samples_and_the_metrics(calling_model, home):
     own = {"environment": "own_tools:Counting"}
     run = tunekit.train(recipe(home, STARTS, model=str(calling_model), method=own))
+    assert not [child for child in psutil.Process().children() if "environments.host" in " ".join(child.cmdline())]
     events = run.events()
     sample = next(event for event in events if event["event"] == "completions")
     shown = sample["best"]["answer"] + sample["worst"]["answer"]
@@ -510,7 +474,10 @@ def test_an_episode_whose_environment_hangs_teaches_nothing(calling_model, home,
     logged = next(event for event in run.events() if event["event"] == "log")
     assert logged["tools/lost"] >= 5
     assert logged["loss"] == 0 and logged["frac_reward_zero_std"] == 1
-    assert "guess did not return within 0.5 s" in (run.path / "log.txt").read_text()
+    (message,) = (event["message"] for event in run.events() if event["event"] == "warning")
+    lost = "method.environment: guess did not return within 0.5 s: the episode takes the mean reward of its group"
+    assert message == f"step 1: {lost}; if it only takes long, raise method.tool_timeout_seconds"
+    assert message in (run.path / "log.txt").read_text()
 
 
 @pytest.mark.slow
@@ -547,7 +514,7 @@ def _tokens_of_turns(folder, num_turns):
 
     model, tokens = AutoModelForCausalLM.from_pretrained(folder), []
     config = GenerationConfig(max_new_tokens=6, min_new_tokens=1, do_sample=False, eos_token_id=None, pad_token_id=0)
-    trainer = SimpleNamespace(accelerator=Accelerator(cpu=True), generation_config=config)
+    trainer = SimpleNamespace(accelerator=Accelerator(cpu=True), generation_config=config, tool_hosts=())
     turns = _Turns(trainer, 100, takes_part=True)
 
     def generate(prompt_ids, *_):
@@ -574,11 +541,29 @@ def test_a_process_without_turns_takes_part_in_two_of_another_with_a_token_each(
     answers, lengths = iter([1.0, 1.0, 0.0]), []
     config = GenerationConfig(max_new_tokens=6)
     accelerator = SimpleNamespace(num_processes=2, device="cpu", reduce=lambda own: own + next(answers))
-    trainer = SimpleNamespace(accelerator=accelerator, generation_config=config)
+    trainer = SimpleNamespace(accelerator=accelerator, generation_config=config, tool_hosts=())
     turns = _Turns(trainer, 100, takes_part=True)
     trainer.generate_turn = lambda *args: turns.generate(lambda *_: lengths.append(config.max_new_tokens), *args)
     turns.follow(lambda *_: None, [], [[5, 6, 7]])
     assert lengths == [1, 1] and config.max_new_tokens == 6
+
+
+def test_an_error_that_the_loop_takes_for_a_result_ends_the_run():
+    failure = RunError("method.tools: gone", hint="resume")
+    config, accelerator = GenerationConfig(max_new_tokens=6), SimpleNamespace(num_processes=1)
+    hosts = [SimpleNamespace(failure=None), SimpleNamespace(failure=failure)]
+    trainer = SimpleNamespace(accelerator=accelerator, generation_config=config, tool_hosts=hosts)
+    with pytest.raises(RunError, match=r"method.tools: gone"):
+        _Turns(trainer, 100, takes_part=False).follow(lambda *_: None, [], [[5, 6, 7]])
+
+
+def test_tools_whose_environment_cannot_start_leave_no_process(home):
+    (home / "own_game.py").write_text("1 / 0")
+    wanted = method(tools=["own_tools:lookup"], environment="own_game:Game")
+    parts = SimpleNamespace(train=SimpleNamespace(seed=0), tokenizer=None)
+    with pytest.raises(RunError, match=r"method.environment: .*ZeroDivisionError"):
+        tool_use(wanted, parts)
+    assert not [child for child in psutil.Process().children() if "environments.host" in " ".join(child.cmdline())]
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from tunekit.methods.arguments import Parts
 from tunekit.methods.dynamic_sampling import DynamicSampling
 from tunekit.methods.generation import rewarded_trainer
 from tunekit.methods.run_trainer import RunTrainer
-from tunekit.methods.tool_use import follow_turns, tool_use
+from tunekit.methods.tool_use import ToolUse, follow_turns, tool_use
 from tunekit.recipe.methods.grpo import GRPOMethod
 
 
@@ -17,9 +17,17 @@ def build(method: GRPOMethod, parts: Parts) -> RunTrainer:
         method: The groups, and what else goes to GRPOConfig.
         parts: All else. Rows have a column `prompt` of texts or messages, and others for the rewards.
     """
+    use = tool_use(method, parts)
+    try:
+        return _build(method, parts, use)
+    except BaseException:
+        use.close()
+        raise
+
+
+def _build(method: GRPOMethod, parts: Parts, use: ToolUse) -> RunTrainer:
     from trl import GRPOConfig, GRPOTrainer
 
-    use = tool_use(method, parts)
     parts = replace(parts, train_dataset=use.rows(parts.train_dataset), eval_dataset=use.rows(parts.eval_dataset))
     trainer = rewarded_trainer(
         GRPOTrainer,

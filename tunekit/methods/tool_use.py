@@ -13,6 +13,7 @@ completion may be. What stands around it here:
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -174,6 +175,11 @@ class ToolUse:
     seeds: Seeds
     has_environment: bool
 
+    def close(self) -> None:
+        """End the processes."""
+        for host in self.hosts:
+            host.close()
+
     def rows(self, dataset: "Dataset | None") -> "Dataset | None":
         """Return rows with a number each, from which their episodes are seeded."""
         if dataset is None or not self.has_environment:
@@ -192,17 +198,21 @@ def tool_use(method: GRPOMethod, parts: Parts) -> ToolUse:
     hosts: list[Host] = []
     arguments: dict[str, Any] = {}
     paths = _paths(method)
-    if paths:
-        hosts.append(Host("method.tools", {"tools": paths}, limits))
-        arguments["tools"] = tool_functions(paths, hosts[-1])
-    if method.environment is not None:
-        path, settings = method.environment.path, method.environment.arguments
-        hosts.append(Host("method.environment", {"path": path, "arguments": settings}, limits))
-        arguments["environment_factory"] = environment_class(_class(path), hosts[-1], seeds)
-    if method.rollout is not None:
-        arguments["rollout_func"] = find_function(method.rollout)
-    if paths or method.environment is not None:
-        give_response_template(parts.tokenizer)
+    with ExitStack() as started:
+        if paths:
+            hosts.append(Host("method.tools", {"tools": paths}, limits))
+            started.callback(hosts[-1].close)
+            arguments["tools"] = tool_functions(paths, hosts[-1])
+        if method.environment is not None:
+            path, settings = method.environment.path, method.environment.arguments
+            hosts.append(Host("method.environment", {"path": path, "arguments": settings}, limits))
+            started.callback(hosts[-1].close)
+            arguments["environment_factory"] = environment_class(_class(path), hosts[-1], seeds)
+        if method.rollout is not None:
+            arguments["rollout_func"] = find_function(method.rollout)
+        if paths or method.environment is not None:
+            give_response_template(parts.tokenizer)
+        started.pop_all()
     return ToolUse(arguments, hosts, seeds, method.environment is not None)
 
 
@@ -247,15 +257,19 @@ def fill_lost_episodes(trainer: "RunTrainer", use: ToolUse, rewards: Any) -> Any
     is_training = trainer.model.training
     episodes = trainer.episodes or ()
     own = [episode.is_lost for episode in episodes]
-    counts = [host.counts.take() for host in use.hosts]
-    trainer.lost_reasons = list(dict.fromkeys(reason for _, reasons in counts for reason in reasons))
-    for reason in trainer.lost_reasons:
-        print(f"tunekit: {reason}", flush=True)
+    counts = [(host.name, *host.counts.take()) for host in use.hosts]
+    own_reasons = list(dict.fromkeys(f"{name}: {reason}" for name, _, reasons in counts for reason in reasons))
+    lost, reasons = own, own_reasons
+    if trainer.accelerator.num_processes > 1:
+        lost, reasons = gather_object(own), list(dict.fromkeys(gather_object(own_reasons)))
+    trainer.lost_reasons = reasons
+    when = f"step {trainer.state.global_step + 1}" if is_training else "evaluation"
+    for reason in own_reasons:
+        print(f"tunekit: {when}: {reason}", flush=True)
     num_lost = trainer.accelerator.reduce(
-        torch.tensor(float(sum(num for num, _ in counts)), device=trainer.accelerator.device)
+        torch.tensor(float(sum(num for _, num, _ in counts)), device=trainer.accelerator.device)
     ).item()
     trainer.metrics["train" if is_training else "eval"]["tools/lost"].append(num_lost)
-    lost = gather_object(own) if trainer.accelerator.num_processes > 1 else own
     num_generations = trainer.num_generations if is_training else trainer.num_generations_eval
     return fill_lost(rewards, lost, num_generations)
 
@@ -275,6 +289,9 @@ class _Turns:
         self._longest_prompt, self._has_turns = max(map(len, prompt_ids)), True
         try:
             result = loop(prompts, prompt_ids, *args)
+            for host in self._trainer.tool_hosts:
+                if host.failure is not None:
+                    raise host.failure
             self._has_turns = False
             while self._takes_part and self._others_generate(goes_on=False):
                 self._trainer.generate_turn([prompt_ids[0][:1]], None, {}, 1)

@@ -26,6 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tunekit.estimates.memory.memory import Part
 from tunekit.estimates.throughput.speed import STORAGE_BYTES_PER_SECOND
+from tunekit.methods.environments.episodes import Host
 from tunekit.methods.run_trainer import RunTrainer
 from tunekit.planner.decisions.environment import BYTES_PER_TRAINED
 from tunekit.planner.plan import Plan, Schedule
@@ -88,8 +89,11 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         """Those before the checkpoint that the run goes on from."""
         self.evaluated_step: int | None = None
         """Step of the last evaluation."""
+        self.tool_hosts: Sequence[Host] = ()
+        """Processes of tools and environments, which end with the work."""
         self._answers: Answers | None = None
         self._shown_step = 0
+        self._lost_reasons: set[str] = set()
         self._logged_tokens = 0
         self._logged = self.timing.seconds()
 
@@ -197,6 +201,20 @@ class Watch(TrainerCallback):  # type: ignore[misc]
             self.record.write("completions", step=step, **answers)
         for name, message in self._trends.add(step, logs):
             self.record.write("warning", message=f"step {step}: {message}", trend=name)
+
+    def tell_lost(self, score: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Stand around the rewards of answers: warn of each reason for lost episodes and calls, once."""
+        rewards = score(*args, **kwargs)
+        for reason in self.trainer.lost_reasons:
+            if reason not in self._lost_reasons:
+                self._lost_reasons.add(reason)
+                self.record.write("warning", message=f"step {self.trainer.state.global_step + 1}: {reason}")
+        return rewards
+
+    def end_tools(self) -> None:
+        """End the processes of tools and environments."""
+        for host in self.tool_hosts:
+            host.close()
 
     def on_evaluate(self, *_: object, **__: object) -> None:
         """Stop the clock of an evaluation."""

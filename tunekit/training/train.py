@@ -239,6 +239,7 @@ def build(
     trainer = build_trainer.build_trainer(
         record.run, plan, schedule, model=model, tokenizer=tokenizer, callbacks=[watch], place=record.place
     )
+    watch.tool_hosts = trainer.tool_hosts
     if build_trainer.loads_bare_reference(plan):
         give_weights(trainer.ref_model, build_trainer.load_policy(plan, device="cpu"))
     keep_trained(trainer.model, plan.trained_dtype)
@@ -257,6 +258,8 @@ def build(
         give_learning_rates(trainer, recipe)
     follow(trainer, watch.heart, layers)
     watch.trainer = trainer
+    if watch.tool_hosts:
+        trainer.wrap("calculate_rewards", watch.tell_lost)
     compare_trained(trainer, plan, record)
     return trainer, tokenizer
 

@@ -138,6 +138,8 @@ def _work(watch: "Watch", wishes: Wishes) -> bool:
             raise
         hint = f"see the logs of the other processes: {run.path / 'log*.txt'}"
         raise ExchangeError(f"{_where(watch, 'after')}: {problem}{watchdog.gone_words(run)}", hint=hint) from error
+    finally:
+        watch.end_tools()
 
 
 def _memory_error(watch: "Watch", error: BaseException) -> RunError:

@@ -1,16 +1,22 @@
 """Tools and environments in processes of their own: what hangs, dies, raises or says too much."""
 
+import io
+import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
+from tests.waiting import until
 from tunekit.errors import RunError
+from tunekit.methods.environments import episodes
 from tunekit.methods.environments.episodes import (
     Host,
     Limits,
@@ -24,7 +30,8 @@ from tunekit.methods.environments.episodes import (
 )
 
 MODULE = """
-import os, random, sys, threading, time
+import multiprocessing, os, random, signal, subprocess, sys, threading, time
+from pathlib import Path
 
 class Trouble:
     '''An environment that does all that it should not.'''
@@ -37,6 +44,11 @@ class Trouble:
     def reset(self, seed, start=0, **row):
         if start == "raise":
             raise KeyError("no such level")
+        if start == "hang":
+            time.sleep(3600)
+        if start == "die once" and not Path("died").exists():
+            Path("died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
         self.total = 0
         self.drawn = (seed, random.random(), sorted(row))
         return f"drawn {self.drawn}"
@@ -55,6 +67,33 @@ class Trouble:
 
     def die(self) -> str:
         os._exit(3)
+
+    def start(self) -> list:
+        forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(3600,))
+        forked.start()
+        program = subprocess.Popen(["sleep", "3600"])
+        daemon = subprocess.Popen(["sleep", "3600"], start_new_session=True)
+        self.started = forked, program
+        return [forked.pid, program.pid, daemon.pid]
+
+    def terminate(self) -> list:
+        self.start()
+        for each in self.started:
+            each.terminate()
+        forked, program = self.started
+        forked.join()
+        return [forked.exitcode, program.wait()]
+
+    def talk(self, num: int) -> str:
+        for _ in range(num):
+            print("0123456789" * 10)
+        return "done"
+
+    def half(self) -> str:
+        return "half \\ud83d of a character"
+
+    def half_raised(self) -> str:
+        raise ValueError("half \\ud83d of a character")
 
     def shout(self) -> str:
         return "a" * 50_000_000
@@ -141,7 +180,8 @@ def test_methods_are_passed_on_with_their_signatures(trouble):
     episode, _ = trouble()
     assert episode.__name__ == "Trouble"
     assert set(tool_methods(module.Trouble)) == {
-        *("add", "die", "hang", "hang_without_end", "leave", "shout", "structured", "swallow")
+        *("add", "die", "half", "half_raised", "hang", "hang_without_end", "leave", "shout", "start", "structured"),
+        *("swallow", "talk", "terminate"),
     }
     made = episode()
     assert str(inspect.signature(made.add)) == "(number: int) -> int"
@@ -193,7 +233,9 @@ def test_what_hangs_or_dies_loses_its_episode_alone(action, reason, trouble):
     assert (lost.get_reward(), lost.is_lost) == (None, True)
     other.add(number=1)
     assert (other.get_reward(), other.is_lost) == (1.0, False)
-    assert host.counts.take() == (1, [reason])
+    num_lost, (told,) = host.counts.take()
+    assert num_lost == 1 and told.startswith(f"{reason}: the episode takes the mean reward of its group; ")
+    assert ("raise method.tool_timeout_seconds" in told) == ("did not return" in told)
     _gone(process)
     lost.reset()
     lost.add(number=4)
@@ -292,11 +334,13 @@ def test_a_module_that_cannot_be_imported_is_an_error(trouble, tmp_path):
 def test_all_end_with_the_process_that_started_them(tmp_path):
     (tmp_path / "trouble.py").write_text(MODULE)
     program = """
+    import json
     from trouble import Trouble
     from tunekit.methods.environments.episodes import Host, Limits, Seeds, environment_class
-    host = Host("method.environment", {"path": "trouble:Trouble", "arguments": {}}, Limits(5.0, 100))
+    host = Host("method.environment", {"path": "trouble:Trouble", "arguments": {}}, Limits(60.0, 100))
     episodes = [environment_class(Trouble, host, Seeds(0))() for _ in range(3)]
-    print(host._process.pid, *(each._channel._process_id for each in episodes), flush=True)
+    started = json.loads(episodes[0].start())
+    print(host._process.pid, *(each._channel._process_id for each in episodes), *started, flush=True)
     input()
     """
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[3]}"}
@@ -310,11 +354,122 @@ def test_all_end_with_the_process_that_started_them(tmp_path):
     )
     assert trainer.stdout is not None
     processes = list(map(int, trainer.stdout.readline().split()))
-    assert len(processes) == 4
+    assert len(processes) == 7
     trainer.kill()
     trainer.communicate()
     for process in processes:
         _gone(process)
+
+
+def test_what_an_instance_has_started_ends_with_it_and_the_rest_with_the_host(trouble):
+    episode, host = trouble(limits=Limits(60.0, 100))
+    made = episode()
+    made.reset()
+    forked, program, daemon = json.loads(made.start())
+    with pytest.raises(RaisedError, match="its process exited in die"):
+        made.die()  # though a process that it forked lives on
+    _gone(forked)
+    _gone(program)
+    assert psutil.pid_exists(daemon)
+    host.close()
+    _gone(daemon)
+    _gone(host._process.pid)
+
+
+def test_what_an_instance_starts_can_be_terminated(trouble):
+    """Signals that stop a run are ignored by the host alone."""
+    episode, _ = trouble(limits=Limits(60.0, 100))
+    made = episode()
+    made.reset()
+    assert json.loads(made.terminate()) == [-signal.SIGTERM, -signal.SIGTERM]
+
+
+def test_signals_that_stop_a_run_end_neither_host_nor_instances(trouble):
+    episode, host = trouble(limits=Limits(60.0, 100))
+    made = episode()
+    made.reset()
+    for process in (host._process.pid, made._channel._process_id):
+        for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            os.kill(process, sign)
+    made.add(number=2)
+    assert episode().reset().startswith("drawn") and made.get_reward() == 2.0
+
+
+def test_a_reset_that_is_lost_is_tried_once_more_in_a_new_process(trouble):
+    episode, host = trouble(limits=Limits(60.0, 100))
+    made = episode()
+    os.kill(made._channel._process_id, signal.SIGKILL)
+    assert made.reset().startswith("drawn") and not made.is_lost
+    assert made.reset(start="die once").startswith("drawn") and not made.is_lost
+    reason = "its process exited in reset: it was called again in a new process; see log.txt for what it printed"
+    assert host.counts.take() == (0, [reason, reason])
+
+
+def test_a_reset_that_hangs_twice_ends_the_run_with_the_row_and_the_remedy(trouble):
+    episode, _ = trouble()
+    with pytest.raises(RunError, match=r'return within 1 s, twice, for the row \{"st') as error:
+        episode().reset(start="hang")
+    assert error.value.hint == "if it only takes long, raise method.tool_timeout_seconds"
+
+
+def test_a_host_that_is_killed_is_started_again(trouble):
+    episode, host = trouble(limits=Limits(60.0, 100))
+    made = episode()
+    made.reset()
+    os.kill(host._process.pid, signal.SIGKILL)
+    _gone(made._channel._process_id)
+    with pytest.raises(RaisedError, match="the environment was lost: its process exited in add"):
+        made.add(number=1)
+    assert made.reset().startswith("drawn")
+    made.add(number=3)
+    assert made.get_reward() == 3.0
+    assert host.counts.take()[1][1] == "the process that starts its instances exited, and was started again"
+
+
+def test_tools_whose_host_is_gone_for_good_end_the_run(trouble, monkeypatch, tmp_path):
+    host = Host("method.tools", {"tools": {"double": ("trouble:double", {})}}, Limits(60.0, 100))
+    (double,) = tool_functions({"double": ("trouble:double", {})}, host)
+    (tmp_path / "trouble.py").write_text("raise OSError('no such disk')")
+    (instance,) = psutil.Process(host._process.pid).children()
+    os.kill(host._process.pid, signal.SIGKILL)
+    _gone(instance.pid)
+    with pytest.raises(RaisedError, match="its process exited in double"):
+        double(number=4)
+    assert "importing 'trouble' raised OSError: no such disk" in str(host.failure)
+
+
+def test_a_module_whose_import_hangs_is_an_error(trouble, monkeypatch, tmp_path):
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(3600)")
+    monkeypatch.setattr(episodes, "_START_SECONDS", 0.5)
+    monkeypatch.setattr(episodes, "_END_SECONDS", 0.5)
+    with pytest.raises(RunError, match=r"^method.environment: its import did not end within 0.5 s") as error:
+        Host("method.environment", {"path": "slow:Slow", "arguments": {}}, LIMITS)
+    assert error.value.hint == "see log.txt for what it printed"
+    assert not [child for child in psutil.Process().children() if "environments.host" in " ".join(child.cmdline())]
+
+
+def test_what_is_printed_comes_to_the_output_of_the_run_up_to_a_limit(trouble, monkeypatch):
+    output = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", output)
+    monkeypatch.setattr(episodes, "_MAX_PRINTED_CHARS", 1000)
+    episode, _ = trouble(limits=Limits(60.0, 100))
+    made = episode()
+    made.reset()
+    assert made.talk(num=2) == "done"
+    until(lambda: output.getvalue().count("\n") == 2)
+    assert made.talk(num=1000) == "done"
+    until(lambda: "what follows is left out" in output.getvalue())
+    assert made.talk(num=1000) == "done"
+    assert output.getvalue().endswith("method.environment: it has printed 1,010 characters; what follows is left out\n")
+
+
+def test_halves_of_characters_are_question_marks(trouble):
+    episode, _ = trouble()
+    made = episode()
+    made.reset()
+    assert made.half() == "half ? of a character"
+    with pytest.raises(RaisedError, match=r"^ValueError: half \? of a character$"):
+        made.half_raised()
 
 
 def _gone(process: int) -> None:

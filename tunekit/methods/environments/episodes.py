@@ -5,9 +5,11 @@ methods as tools, and asks each for its reward (trl 1.16, `GRPOTrainer`). What i
 same methods, signatures and docstrings, which pass each call to `host`.
 
 - A call that raises is answered to the model by `{'error': …}`, as TRL does with tools.
-- A call that does not return in time, or whose process ends, loses the episode: the process is ended, a new one takes
-  its place, further calls are answered by an error, and the episode takes the mean reward of its group, so that nothing
-  is learned from it.
+- A call that does not return in time, or whose process ends, loses the episode: the process is ended with all that it
+  has forked, a new one takes its place, further calls are answered by an error, and the episode takes the mean reward
+  of its group, so that nothing is learned from it.
+- A `reset` that is lost is tried once more, in a new process: nothing of the episode has happened yet.
+- What is printed goes to the output of the process that started them, up to a limit.
 - An episode is seeded by the run's seed, the step and its row: all answers of a group meet the same episode, and a
   resumed run the same as one that went on. Held-out rows have the same episode at every evaluation.
 """
@@ -20,13 +22,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any
+from typing import IO, Any, TextIO
 
 from tunekit.errors import RunError
 from tunekit.methods.environments.host import load, receive, send
@@ -35,6 +38,9 @@ EPISODE = "episode"
 """Column of the number of a row, from which its episodes are seeded."""
 
 _START_SECONDS = 120.0
+_END_SECONDS = 10.0
+_MAX_PRINTED_CHARS = 2**24
+_LINE_CHARS = 2**12
 _LIFECYCLE = ("reset", "get_reward")
 _TURN_BASED = "step"
 
@@ -44,7 +50,20 @@ class RaisedError(Exception):
 
 
 class LostError(Exception):
-    """A call did not return in time, or its process ended."""
+    """A call did not return in time, or its process ended.
+
+    Args:
+        reason: Which call, and what became of it.
+        remedy: What the user can do.
+    """
+
+    def __init__(self, reason: str, remedy: str = "see log.txt for what it printed") -> None:
+        super().__init__(reason)
+        self.remedy = remedy
+
+    def told(self, consequence: str) -> str:
+        """Return a line for the user."""
+        return f"{self}: {consequence}; {self.remedy}"
 
 
 @dataclass(frozen=True)
@@ -102,49 +121,124 @@ class Host:
         self.counts = Counts()
         self.on_call: Callable[[], None] = lambda: None
         """Called before each call."""
+        self.failure: RunError | None = None
+        """Error that ends the run, where it was raised to a caller that goes on."""
+        self._task = {"tools": None, **task, "max_chars": limits.max_chars, "parent": os.getpid()}
+        self._channels: set[Channel] = set()
+        self._start()
+
+    def _start(self) -> None:
         self._control, theirs = socket.socketpair()
-        limit = {"max_chars": limits.max_chars}
-        words = {"tools": None, **task, **limit, "parent": os.getpid(), "control": theirs.fileno()}
         with theirs:
+            words = json.dumps({**self._task, "control": theirs.fileno()})
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tunekit.methods.environments.host", json.dumps(words)],
+                [sys.executable, "-u", "-m", "tunekit.methods.environments.host", words],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                encoding="utf-8",
+                errors="replace",
+                start_new_session=True,
             )
+        printed = (self._process.stdout, sys.stdout, self.name)
+        threading.Thread(target=_pass_on, args=printed, name="tools-output", daemon=True).start()
         self._control.settimeout(_START_SECONDS)
-        reply = receive(self._control)
+        try:
+            reply = receive(self._control)
+        except TimeoutError:
+            reply = {"raised": f"its import did not end within {_START_SECONDS:g} s"}
         if reply is None or "raised" in reply:
             reason = "its process ended" if reply is None else reply["raised"]
-            raise RunError(f"{name}: {reason}", hint="see log.txt for what it printed")
+            self.close()
+            raise RunError(f"{self.name}: {reason}", hint="see log.txt for what it printed")
 
     def new(self) -> "Channel":
-        """Start an instance.
+        """Start an instance. A host that has exited is started again first.
 
         Raises:
-            RunError: The class raises where it is made, or the process is gone.
+            RunError: The class raises where it is made, or the process does not stay.
         """
+        channel = self._new()
+        if channel is None:
+            self.counts.reasons.append("the process that starts its instances exited, and was started again")
+            self.close()
+            self._start()
+            channel = self._new()
+        if channel is None:
+            problem = f"{self.name}: the process that starts its instances exits"
+            raise RunError(problem, hint="see log.txt; it may have run out of memory: free some, and resume the run")
+        return channel
+
+    def _new(self) -> "Channel | None":
+        """Start an instance; None where the host has exited."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
                 socket.send_fds(self._control, [b"+"], [theirs.fileno()])
             except OSError:
-                problem = f"{self.name}: the process that starts its instances has exited"
-                raise RunError(problem, hint="it may have run out of memory; resume the run") from None
+                ours.close()
+                return None
         ours.settimeout(_START_SECONDS)
         try:
             reply = receive(ours)
         except TimeoutError:
             reply = {"raised": f"it did not start within {_START_SECONDS:g} s"}
+        if reply is None and self._has_exited(within_seconds=1.0):
+            ours.close()
+            return None
         if reply is None or "raised" in reply:
+            ours.close()
             reason = "its process ended in its constructor" if reply is None else reply["raised"]
             raise RunError(f"{self.name}: {reason}", hint="see log.txt for what it printed")
-        return Channel(self, ours, reply["result"])
+        channel = Channel(self, ours, reply["result"])
+        self._channels.add(channel)
+        return channel
+
+    def _has_exited(self, within_seconds: float) -> bool:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(within_seconds)
+            return True
+        return False
+
+    def forget(self, channel: "Channel") -> None:
+        """Forget an instance that was ended."""
+        self._channels.discard(channel)
 
     def close(self) -> None:
-        """End it with all its instances."""
+        """End it with all its instances, and all that these have forked."""
+        with suppress(OSError):
+            # The socket may be open in processes that were forked from this one, too.
+            self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()
-        self._process.kill()
-        self._process.wait()
+        if not self._has_exited(_END_SECONDS):
+            self._process.kill()
+            self._process.wait()
+        for channel in list(self._channels):
+            channel.end()
+        _kill_group(self._process.pid)
+
+
+def _kill_group(leader: int) -> None:
+    """Kill a process and all others of the group that it leads."""
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def _pass_on(printed: IO[str], output: TextIO, name: str) -> None:
+    """Write what a host and its instances print to an output, up to a limit."""
+    num_chars = 0
+    with printed:
+        for part in iter(lambda: printed.readline(_LINE_CHARS), ""):
+            before, num_chars = num_chars, num_chars + len(part)
+            if before >= _MAX_PRINTED_CHARS:
+                continue
+            if num_chars >= _MAX_PRINTED_CHARS:
+                part += f"\ntunekit: {name}: it has printed {num_chars:,} characters; what follows is left out\n"
+            # A log that is closed, or on a full disk, is no reason to stop what prints.
+            with suppress(OSError, ValueError):
+                output.write(part)
+                output.flush()
 
 
 class Channel:
@@ -172,7 +266,8 @@ class Channel:
             reply = receive(self._channel)
         except TimeoutError:
             self.end()
-            raise LostError(f"{action} did not return within {self._timeout_seconds:g} s") from None
+            remedy = "if it only takes long, raise method.tool_timeout_seconds"
+            raise LostError(f"{action} did not return within {self._timeout_seconds:g} s", remedy) from None
         except (OSError, ValueError) as error:
             self.end()
             raise LostError(f"{action}: {error}") from None
@@ -184,10 +279,10 @@ class Channel:
         return reply["result"]
 
     def end(self) -> None:
-        """End the process."""
+        """End the process, and those of its session."""
         self._channel.close()
-        with suppress(ProcessLookupError):
-            os.kill(self._process_id, signal.SIGKILL)
+        self._host.forget(self)
+        _kill_group(self._process_id)
 
 
 @dataclass
@@ -243,9 +338,12 @@ def environment_class(cls: type, host: Host, seeds: Seeds) -> type:
             try:
                 return self._channel.call(action, arguments)
             except LostError as error:
-                self._lost = str(error)
-                host.counts.add(self._lost)
+                self._lose(error)
                 raise RaisedError(f"the environment was lost: {error}") from None
+
+        def _lose(self, error: LostError) -> None:
+            self._lost = str(error)
+            host.counts.add(error.told("the episode takes the mean reward of its group"))
 
         def reset(self, **row: Any) -> str | None:
             """Begin an episode; return what the model sees first."""
@@ -253,12 +351,20 @@ def environment_class(cls: type, host: Host, seeds: Seeds) -> type:
                 self._channel, self._lost = host.new(), ""
             seed = seeds.of(row.pop(EPISODE, ""))
             try:
-                observation: str | None = self._channel.call("reset", row, seed)
+                try:
+                    return self._reset(row, seed)
+                except LostError as error:
+                    host.counts.reasons.append(error.told("it was called again in a new process"))
+                    self._channel = host.new()
+                    return self._reset(row, seed)
             except RaisedError as error:
                 problem = f"{host.name}: reset raised {error}, for the row {_cut(row)}"
                 raise RunError(problem, hint="reset must accept every row") from None
             except LostError as error:
-                raise RunError(f"{host.name}: {error}, for the row {_cut(row)}", hint="see log.txt") from None
+                raise RunError(f"{host.name}: {error}, twice, for the row {_cut(row)}", hint=error.remedy) from None
+
+        def _reset(self, row: Mapping[str, Any], seed: int) -> str | None:
+            observation: str | None = self._channel.call("reset", row, seed)
             return observation
 
         def get_reward(self) -> float | None:
@@ -270,8 +376,7 @@ def environment_class(cls: type, host: Host, seeds: Seeds) -> type:
             except RaisedError as error:
                 raise RunError(f"{host.name}: get_reward raised {error}", hint="return a finite number") from None
             except LostError as error:
-                self._lost = str(error)
-                host.counts.add(self._lost)
+                self._lose(error)
                 return None
             return reward
 
@@ -313,8 +418,12 @@ def tool_functions(paths: Mapping[str, tuple[str, Mapping[str, Any]]], host: Hos
             try:
                 return channel[0].call(name, arguments)
             except LostError as error:
-                host.counts.add(str(error))
-                channel[0] = host.new()
+                host.counts.add(error.told("the model reads an error, and the tools were started again"))
+                try:
+                    channel[0] = host.new()
+                except RunError as failure:
+                    # TRL would show it to the model as the result of the call.
+                    host.failure = failure
                 raise RaisedError(str(error)) from None
 
         tool.__name__ = name

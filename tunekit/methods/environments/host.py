@@ -3,6 +3,9 @@
 An environment may hang, crash, fill the memory or leave threads behind; in a process of its own all that ends with it.
 The host imports the class once and forks, so that a new instance takes milliseconds. Messages are JSON, behind their
 length in four bytes: an action with its arguments in one direction, `{"result": …}` or `{"raised": …}` in the other.
+
+Each instance leads a session, so that what it forks ends with it. What has left that session is adopted by the host,
+which kills all of its descendants before it ends itself: when it is closed, or when the process that started it dies.
 """
 
 import contextlib
@@ -16,14 +19,21 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
+
+import psutil
 
 from tunekit.recipe.functions import find_function
 
 MAX_BYTES = 2**24
 """Longest message, in bytes."""
 
-_PARENT_DEATH_SIGNAL = 1
+MAX_REASON_CHARS = 4000
+"""Longest message of an exception outside of a call, in characters."""
+
+_PARENT_DEATH_SIGNAL, _CHILD_SUBREAPER = 1, 36
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def send(channel: socket.socket, message: Any) -> None:
@@ -85,10 +95,25 @@ def takes(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[st
 
 
 def as_text(result: Any, max_chars: int) -> str:
-    """Return the result of a tool as the model reads it: JSON of lists and mappings, else `str`, cut."""
+    """Return the result of a tool as the model reads it: JSON of lists and mappings, else `str`, cut.
+
+    Halves of surrogate pairs, which no tokenizer takes, become question marks.
+    """
     structured = isinstance(result, dict | list | tuple)
     text = json.dumps(result, ensure_ascii=False, default=str) if structured else str(result)
-    return text if len(text) <= max_chars else f"{text[:max_chars]} [{len(text) - max_chars:,} characters cut]"
+    shown = whole_characters(text[:max_chars])
+    return shown if len(text) <= max_chars else f"{shown} [{len(text) - max_chars:,} characters cut]"
+
+
+def whole_characters(text: str) -> str:
+    """Return a text with question marks in place of halves of surrogate pairs."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def words_of(error: Exception, max_chars: int) -> str:
+    """Return kind and message of an exception, cut."""
+    message = whole_characters(str(error)[:max_chars])
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def seed_everything(seed: int) -> None:
@@ -160,20 +185,18 @@ def serve(channel: socket.socket, make: Callable[[], Any], max_chars: int) -> No
     try:
         instance = Instance(make, max_chars)
     except Exception as error:  # noqa: BLE001  (the class is the user's: it may raise anything)
-        send(channel, {"raised": f"{type(error).__name__}: {error}"[:max_chars]})
+        send(channel, {"raised": words_of(error, MAX_REASON_CHARS)})
         return
     send(channel, {"result": os.getpid()})
     while (message := receive(channel)) is not None:
         try:
             reply = {"result": instance.do(message["action"], message["arguments"], message["seed"])}
         except Exception as error:  # noqa: BLE001  (so may its methods)
-            what = str(error)[:max_chars]
-            reply = {"raised": f"{type(error).__name__}: {what}" if what else type(error).__name__}
+            reply = {"raised": words_of(error, max_chars)}
         try:
             send(channel, reply)
         except ValueError as error:
             send(channel, {"raised": f"ValueError: {error}"})
-        sys.stdout.flush()
 
 
 class Tools:
@@ -185,54 +208,119 @@ class Tools:
             setattr(self, name, function(**settings) if inspect.isclass(function) else function)
 
 
-def end_with(parent: int) -> None:
-    """End when the process that started this one does, however it ends."""
+def end_with(parent: int, sign: signal.Signals = signal.SIGKILL) -> None:
+    """Have a signal end this process when the one that started it ends, however it does."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        _set(_PARENT_DEATH_SIGNAL, sign)
         if os.getppid() != parent:
             sys.exit(1)
+
+
+def _set(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value)
+
+
+def _end(signum: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(1)
+
+
+def _ignore(signum: int, frame: FrameType | None) -> None:
+    """Ignore a signal; unlike with `SIG_IGN`, programs that are started do not inherit that."""
+
+
+def end_descendants() -> None:
+    """Kill all processes below this one, also those that they start meanwhile."""
+    while children := psutil.Process().children(recursive=True):
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        psutil.wait_procs(children, timeout=0.1)
 
 
 def main() -> None:
     """Import what is hosted, and fork a process for each channel that arrives."""
     task = json.loads(sys.argv[1])
     end_with(task["parent"])
-    # Signals that stop a run may go to the whole group; the trainer finishes its step, and this process ends with it.
-    for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(sign, signal.SIG_IGN)
+    # Signals that stop a run may go to all processes of a job; the trainer finishes its step, and then ends this one.
+    for sign in _STOP_SIGNALS:
+        signal.signal(sign, _ignore)
+    if sys.platform == "linux":
+        _set(_CHILD_SUBREAPER, 1)
     control = socket.socket(fileno=task["control"])
+    control.set_inheritable(False)
     try:
-        if task["tools"]:
-            tools = task["tools"]
-            for path, _ in tools.values():
-                load(path)
-
-            def make() -> Any:
-                return Tools(tools)
-        else:
-            cls, arguments = load(task["path"]), task["arguments"]
-
-            def make() -> Any:
-                return cls(**arguments)
+        make = _maker(task)
     except Exception as error:  # noqa: BLE001  (importing runs the user's code)
-        send(control, {"raised": f"{type(error).__name__}: {error}"})
+        send(control, {"raised": words_of(error, MAX_REASON_CHARS)})
+        end_descendants()
         return
-    send(control, {"result": os.getpid()})
-    host = os.getpid()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # what has ended is nobody's to wait for
-    while True:
-        _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-        if not descriptors:
-            return
-        if os.fork():
-            os.close(descriptors[0])
-            continue
-        control.close()
-        end_with(host)
+    signal.signal(signal.SIGQUIT, _end)
+    host = os.getpid()
+    try:
+        end_with(task["parent"], signal.SIGQUIT)
+        send(control, {"result": host})
+        while (channel := _next_channel(control)) is not None:
+            if os.fork():
+                channel.close()
+                continue
+            control.close()
+            _be_instance(host, channel, make, task["max_chars"])
+    finally:
+        if os.getpid() == host:
+            signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+            end_descendants()
+            os._exit(0)  # threads of the user's module do not end by themselves
+
+
+def _maker(task: Mapping[str, Any]) -> Callable[[], Any]:
+    """Import what is hosted, and return what makes an instance of it."""
+    tools = task["tools"]
+    if tools:
+        for path, _ in tools.values():
+            load(path)
+        return lambda: Tools(tools)
+    cls, arguments = load(task["path"]), task["arguments"]
+    return lambda: cls(**arguments)
+
+
+def _next_channel(control: socket.socket) -> socket.socket | None:
+    """Return the channel of a new instance; None where the other side is gone."""
+    _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+    if not descriptors:
+        return None
+    channel = socket.socket(fileno=descriptors[0])
+    channel.set_inheritable(False)
+    return channel
+
+
+def _be_instance(host: int, channel: socket.socket, make: Callable[[], Any], max_chars: int) -> NoReturn:
+    """Be an instance, in a process that was just forked."""
+    code = 1
+    try:
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        with contextlib.closing(socket.socket(fileno=descriptors[0])) as channel:
-            serve(channel, make, task["max_chars"])
-        os._exit(0)
+        end_with(host)
+        os.setsid()
+        # The end of the channel tells that this process has ended: none that it forks holds it.
+        os.register_at_fork(after_in_child=lambda: _be_forked(channel))
+        with channel:
+            serve(channel, make, max_chars)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException:  # noqa: BLE001  (the user's code raised it; an interpreter does so too)
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(code)
+
+
+def _be_forked(channel: socket.socket) -> None:
+    """Be a process that an instance forked: it has nobody's signals but its own."""
+    channel.close()
+    for sign in _STOP_SIGNALS:
+        if signal.getsignal(sign) is _ignore:
+            signal.signal(sign, signal.default_int_handler if sign == signal.SIGINT else signal.SIG_DFL)
 
 
 if __name__ == "__main__":
