@@ -24,7 +24,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from benchmarks.circumstances import in_words
 from benchmarks.faulted import Bench, Case, Damage, Outcome
@@ -36,6 +36,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "faults.md"
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "deepspeed")
 GROUPS = ("phase", "save", "result", "damage", "event", "disk")
+TITLE = "Faults, and what became of the runs that they happened to"
 ABOUT = """\
 `from step`: the step of the checkpoint that the run went on from, of that which was the newest whole one. Where it goes
 on, it is to end with the bits of the run that nothing happened to: weights and losses. Nothing that was whole may be
@@ -204,13 +205,29 @@ def _full_disks(engine: Engine, prepared: Prepared) -> Iterator[Case]:
     yield Case("disk", engine.name, f"read-only from step {BROKEN_SAVE}", fault, disk="turns read-only", **readable)
 
 
-def line(case: Case, outcome: Outcome) -> str:
+class Named(Protocol):
+    """A case as the table names it."""
+
+    @property
+    def group(self) -> str:
+        """What kind of case it is."""
+
+    @property
+    def engine(self) -> str:
+        """What trains."""
+
+    @property
+    def words(self) -> str:
+        """What goes wrong."""
+
+
+def line(case: Named, outcome: Outcome) -> str:
     """A row of the table as it is printed."""
     engine, what, steps, seconds, found = row(case, outcome)
     return f"{case.group:7} {engine:14} {what:64} {steps:>7} {seconds:>8} {verdict(outcome):7} {found}"
 
 
-def row(case: Case, outcome: Outcome) -> tuple[str, str, str, str, str]:
+def row(case: Named, outcome: Outcome) -> tuple[str, str, str, str, str]:
     """Engine, what happened, the step it went on from and the one it was to, seconds, and what was said or is wrong."""
     found = "; ".join(outcome.problems) or outcome.not_run or outcome.words
     resumed, expected = ("-" if step is None else step for step in (outcome.resumed, outcome.expected))
@@ -222,10 +239,11 @@ def verdict(outcome: Outcome) -> str:
     return "not run" if outcome.not_run else "FAILS" if outcome.problems else "ok"
 
 
-def summary(outcomes: Sequence[tuple[Case, Outcome]]) -> list[str]:
+def summary(outcomes: Sequence[tuple[Named, Outcome]]) -> list[str]:
     """How many of each kind there were, and how many went wrong."""
     counts = Counter((case.group, verdict(outcome)) for case, outcome in outcomes)
-    kinds = {group: {word: counts[group, word] for word in ("ok", "FAILS", "not run")} for group in GROUPS}
+    groups = dict.fromkeys(case.group for case, _ in outcomes)
+    kinds = {group: {word: counts[group, word] for word in ("ok", "FAILS", "not run")} for group in groups}
     words = [
         f"{group}: {', '.join(f'{number} {word}' for word, number in kind.items() if number)}"
         for group, kind in kinds.items()
@@ -235,14 +253,19 @@ def summary(outcomes: Sequence[tuple[Case, Outcome]]) -> list[str]:
     return [*words, f"{len(outcomes)} cases, {failed} of which fail"]
 
 
-def document(outcomes: Sequence[tuple[Case, Outcome]]) -> str:
+def document(
+    outcomes: Sequence[tuple[Named, Outcome]],
+    title: str = TITLE,
+    about: str = ABOUT,
+    command: str = "benchmarks.faults",
+) -> str:
     """The table as it is kept."""
     rows = []
     for case, outcome in outcomes:
         cells = (case.group, *row(case, outcome)[:4], verdict(outcome), row(case, outcome)[4])
         rows.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ")[:200] for cell in cells) + " |")
-    return "\n".join([f"# Faults, and what became of the runs that they happened to\n\n{ABOUT}",
-        f"`python -m benchmarks.faults --save`: {in_words(PACKAGES)}.\n",
+    return "\n".join([f"# {title}\n\n{about}",
+        f"`python -m {command} --save`: {in_words(PACKAGES)}.\n",
         *(f"- {words}" for words in summary(outcomes)), "",
         "| kind | engine | what happens | from step | seconds | | what was said, or how it ended |",
         "|---|---|---|---|---|---|---|", *rows, "",
