@@ -307,13 +307,9 @@ class _Trial:
         newest = newest_complete(run.path)
         if newest.skipped:
             yield f"checkpoints are not whole: {newest.skipped}"
-        limits = {
-            "events.jsonl": MAX_LOG_BYTES,
-            "log.txt": 32 * MAX_LOG_BYTES if self.case.does == "print" else MAX_LOG_BYTES,
-        }
-        for name, limit in limits.items():
+        for name in ("events.jsonl", "log.txt"):
             size = (run.path / name).stat().st_size
-            if size > limit:
+            if size > MAX_LOG_BYTES:
                 yield f"{name} has {size:,} bytes"
 
     def _left(self) -> Iterator[str]:

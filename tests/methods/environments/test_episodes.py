@@ -399,10 +399,12 @@ def test_a_reset_that_is_lost_is_tried_once_more_in_a_new_process(trouble):
     episode, host = trouble(limits=Limits(60.0, 100))
     made = episode()
     os.kill(made._channel._process_id, signal.SIGKILL)
+    _gone(made._channel._process_id)
     assert made.reset().startswith("drawn") and not made.is_lost
     assert made.reset(start="die once").startswith("drawn") and not made.is_lost
-    reason = "its process exited in reset: it was called again in a new process; see log.txt for what it printed"
-    assert host.counts.take() == (0, [reason, reason])
+    told = ": it was called again in a new process; see log.txt for what it printed"
+    reasons = [f"its process {when} reset{told}" for when in ("had exited before", "exited in")]
+    assert host.counts.take() == (0, reasons)
 
 
 def test_a_reset_that_hangs_twice_ends_the_run_with_the_row_and_the_remedy(trouble):
@@ -418,7 +420,7 @@ def test_a_host_that_is_killed_is_started_again(trouble):
     made.reset()
     os.kill(host._process.pid, signal.SIGKILL)
     _gone(made._channel._process_id)
-    with pytest.raises(RaisedError, match="the environment was lost: its process exited in add"):
+    with pytest.raises(RaisedError, match="the environment was lost: its process had exited before add"):
         made.add(number=1)
     assert made.reset().startswith("drawn")
     made.add(number=3)
@@ -433,7 +435,7 @@ def test_tools_whose_host_is_gone_for_good_end_the_run(trouble, monkeypatch, tmp
     (instance,) = psutil.Process(host._process.pid).children()
     os.kill(host._process.pid, signal.SIGKILL)
     _gone(instance.pid)
-    with pytest.raises(RaisedError, match="its process exited in double"):
+    with pytest.raises(RaisedError, match="its process had exited before double"):
         double(number=4)
     assert "importing 'trouble' raised OSError: no such disk" in str(host.failure)
 
@@ -461,6 +463,19 @@ def test_what_is_printed_comes_to_the_output_of_the_run_up_to_a_limit(trouble, m
     until(lambda: "what follows is left out" in output.getvalue())
     assert made.talk(num=1000) == "done"
     assert output.getvalue().endswith("method.environment: it has printed 1,010 characters; what follows is left out\n")
+
+
+def test_what_prints_too_fast_is_not_kept_waiting(trouble, monkeypatch):
+    """Looking for secrets takes longer than printing; what is left out is told."""
+    output = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", output)
+    monkeypatch.setattr(episodes, "_MAX_CHARS_PER_SECOND", 1000)
+    episode, _ = trouble(limits=Limits(60.0, 100))
+    made = episode()
+    made.reset()
+    assert made.talk(num=100_000) == "done"
+    until(lambda: "it prints too much; the rest of this second is left out" in output.getvalue())
+    assert len(output.getvalue()) < 1_000_000
 
 
 def test_halves_of_characters_are_question_marks(trouble):

@@ -39,7 +39,7 @@ EPISODE = "episode"
 
 _START_SECONDS = 120.0
 _END_SECONDS = 10.0
-_MAX_PRINTED_CHARS = 2**24
+_MAX_PRINTED_CHARS, _MAX_CHARS_PER_SECOND = 2**24, 2**18
 _LINE_CHARS = 2**12
 _LIFECYCLE = ("reset", "get_reward")
 _TURN_BASED = "step"
@@ -226,15 +226,22 @@ def _kill_group(leader: int) -> None:
 
 
 def _pass_on(printed: IO[str], output: TextIO, name: str) -> None:
-    """Write what a host and its instances print to an output, up to a limit."""
-    num_chars = 0
+    """Write what a host and its instances print to an output, up to a limit in each second and in all.
+
+    Secrets are searched for at some MB per second; what prints more than that would wait.
+    """
+    num_written, second, num_in_second = 0, 0, 0
     with printed:
         for part in iter(lambda: printed.readline(_LINE_CHARS), ""):
-            before, num_chars = num_chars, num_chars + len(part)
-            if before >= _MAX_PRINTED_CHARS:
+            if int(time.monotonic()) != second:
+                second, num_in_second = int(time.monotonic()), 0
+            if num_written >= _MAX_PRINTED_CHARS or num_in_second >= _MAX_CHARS_PER_SECOND:
                 continue
-            if num_chars >= _MAX_PRINTED_CHARS:
-                part += f"\ntunekit: {name}: it has printed {num_chars:,} characters; what follows is left out\n"
+            num_written, num_in_second = num_written + len(part), num_in_second + len(part)
+            if num_written >= _MAX_PRINTED_CHARS:
+                part += f"\ntunekit: {name}: it has printed {num_written:,} characters; what follows is left out\n"
+            elif num_in_second >= _MAX_CHARS_PER_SECOND:
+                part += f"\ntunekit: {name}: it prints too much; the rest of this second is left out\n"
             # A log that is closed, or on a full disk, is no reason to stop what prints.
             with suppress(OSError, ValueError):
                 output.write(part)
@@ -268,6 +275,9 @@ class Channel:
             self.end()
             remedy = "if it only takes long, raise method.tool_timeout_seconds"
             raise LostError(f"{action} did not return within {self._timeout_seconds:g} s", remedy) from None
+        except ConnectionError:
+            self.end()
+            raise LostError(f"its process had exited before {action}") from None
         except (OSError, ValueError) as error:
             self.end()
             raise LostError(f"{action}: {error}") from None
