@@ -27,6 +27,9 @@ NAMES = {
 
 VERSION = "0.27.0"
 
+PATIENCE_SECONDS = 45
+"""Time without progress in which the run ends, in seconds; a plan gives it ten minutes."""
+
 
 def write_vllm(folder: Path) -> None:
     """Write a package `vllm` of names alone."""
@@ -36,6 +39,7 @@ def write_vllm(folder: Path) -> None:
         file.write_text("".join(f"class {name}: pass\n" for name in names))
     about = folder / f"vllm-{VERSION}.dist-info"
     about.mkdir(exist_ok=True)
+    (about / "top_level.txt").write_text("vllm\n")
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}\n")
 
 
@@ -61,6 +65,7 @@ def prepare(folder: Path, port: int) -> Path:
     recipe = yaml.safe_load((run.path / "recipe.yaml").read_text())
     recipe["method"]["generation"] = generation
     plan = yaml.safe_load((run.path / "plan.yaml").read_text()) | {"vllm": {"mode": "server"}}
+    plan["patience_seconds"] = PATIENCE_SECONDS
     (run.path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     (run.path / "plan.yaml").write_text(yaml.safe_dump(plan))
     (folder / "port.txt").write_text(str(port))
@@ -94,7 +99,8 @@ def main() -> None:
     fault = json.loads((folder / "fault.json").read_text())
     model = Path(yaml.safe_load((folder / "recipe.yaml").read_text())["model"])
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
-    fatal = (str(folder / "happened.txt"), str(fault["answer"])) if fault["does"] == "kill" else ()
+    does_happen = fault["does"] != "nothing"
+    fatal = (str(folder / "happened.txt"), str(fault["answer"]), fault["does"]) if does_happen else ()
     port = 0 if does == "train" else int((folder / "port.txt").read_text())
     with serving(port, vocabulary, *fatal) as port:
         path = folder / "run" if does == "resume" else prepare(folder, port)

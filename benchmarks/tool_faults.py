@@ -32,6 +32,7 @@ from benchmarks.faults import document, line, summary
 from benchmarks.prepared import Place
 from tests.calling import save_calling_model
 from tunekit.errors import RunError
+from tunekit.process.watchdog import HUNG_CODE
 from tunekit.runs.checkpoints.complete import newest_complete
 from tunekit.runs.run import Run
 
@@ -53,6 +54,9 @@ MAX_LOG_BYTES = 2**20
 MAX_GROWTH_BYTES = 150 * 2**20
 """How much more memory than without a fault the trainer may have held at most."""
 
+CODES = {"goes on": 0, "fails": 2, "is given up": HUNG_CODE, "stops": 128 + signal.SIGTERM, "killed": -signal.SIGKILL}
+"""Exit codes by how a run ends."""
+
 REMEDY_OF_TIME = "if it only takes long, raise method.tool_timeout_seconds"
 REMEDY_OF_LOG = "see log.txt for what it printed"
 SHARED = "the episode takes the mean reward of its group"
@@ -68,7 +72,8 @@ class ToolCase:
         words: What goes wrong.
         does: What happens there, one of those of `benchmarks.tool_trouble`.
         at: In which call.
-        ends: How the run ends: it `goes on`, `fails`, `stops` at a boundary, or is `killed`.
+        ends: How the run ends: it `goes on`, `fails`, `is given up` by its watchdog, `stops` at a boundary, or is
+            `killed`.
         says: The line that is shown, as a regular expression; nothing where none is.
         num_lost: Whether lost episodes or calls are counted.
         times: How often it happens.
@@ -136,6 +141,8 @@ def cases() -> Iterator[ToolCase]:
     yield ToolCase("run", "killed, processes left behind", "fork and kill trainer", "guess", "killed")
     server = r"method.generation.vllm_server_base_url: no answer from the vLLM server at http://127.0.0.1:\d+: .*; "
     yield ToolCase("server", "killed within an answer", "kill", "server", "fails", server + "see .* `vllm serve`")
+    silent = rf"vLLM server at http://127.0.0.1:\d+ has not answered for \d+ s, in generation of step {FAULT_STEP}; see"
+    yield ToolCase("server", "hangs within an answer", "hang", "server", "is given up", silent)
 
 
 class ToolBench:
@@ -283,9 +290,8 @@ class _Trial:
         case, run = self.case, Run(self.place.run)
         if case.does != "nothing" and not (self.folder / "happened.txt").exists():
             yield "the fault did not happen"
-        wanted = {"goes on": 0, "fails": 2, "stops": 128 + signal.SIGTERM, "killed": -signal.SIGKILL}[case.ends]
-        if code != wanted:
-            yield f"exit code {code} instead of {wanted}: {output[-300:]}"
+        if code != CODES[case.ends]:
+            yield f"exit code {code} instead of {CODES[case.ends]}: {output[-300:]}"
         lines = [line for line in output.splitlines() if case.says and re.search(case.says, line)]
         if bool(case.says) != (len(lines) == 1):
             yield f"{len(lines)} lines say what happened: {output[-300:]}"

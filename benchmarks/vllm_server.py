@@ -1,10 +1,10 @@
 """Stand-in for a vLLM server: the requests of TRL's `VLLMClient` (trl 1.16), in a process that can be killed.
 
-    python -m benchmarks.vllm_server PORT VOCABULARY [MARK ANSWER]
+    python -m benchmarks.vllm_server PORT VOCABULARY [MARK ANSWER kill|hang]
 
 Answers follow from prompts alone, so that a run that is resumed gets those of one that was not. With a file MARK that
-is not there yet, it makes it in the answer of that number, and kills itself when half of that is sent. What cannot be
-had without a device, the weights over NCCL, is left out by `benchmarks.served_run`.
+is not there yet, it makes it in the answer of that number, and kills itself or hangs when half of that is sent. What
+cannot be had without a device, the weights over NCCL, is left out by `benchmarks.served_run`.
 """
 
 import hashlib
@@ -12,9 +12,12 @@ import json
 import os
 import signal
 import sys
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+from tunekit.methods.environments.host import end_with
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -24,11 +27,13 @@ class Handler(BaseHTTPRequestHandler):
     vocabulary = 0
     mark: Path | None = None
     fatal_answer = 0
+    is_killed = False
     num_answers = 0
 
     def do_GET(self) -> None:
         """Answer what is asked about the server."""
-        self._answer({"data": [{"id": "model"}], "world_size": 1})
+        config = {"model_config": {"logprobs_mode": "processed_logprobs"}, "weight_transfer_config": {}}
+        self._answer({"data": [{"id": "model"}], "world_size": 1, "vllm_config": config})
 
     def do_POST(self) -> None:
         """Generate, or take note of weights."""
@@ -59,7 +64,9 @@ class Handler(BaseHTTPRequestHandler):
             self.mark.touch()
             self.wfile.write(body[: len(body) // 2])
             self.wfile.flush()
-            os.kill(os.getpid(), signal.SIGKILL)
+            if self.is_killed:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(3600)
         self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None:
@@ -68,10 +75,11 @@ class Handler(BaseHTTPRequestHandler):
 
 def main() -> None:
     """Serve until killed; print a line once it listens."""
-    port, Handler.vocabulary, *fault = sys.argv[1:]
-    Handler.vocabulary = int(Handler.vocabulary)
+    end_with(os.getppid())
+    port, vocabulary, *fault = sys.argv[1:]
+    Handler.vocabulary = int(vocabulary)
     if fault:
-        Handler.mark, Handler.fatal_answer = Path(fault[0]), int(fault[1])
+        Handler.mark, Handler.fatal_answer, Handler.is_killed = Path(fault[0]), int(fault[1]), fault[2] == "kill"
     server = ThreadingHTTPServer(("127.0.0.1", int(port)), Handler)
     print(server.server_port, flush=True)
     server.serve_forever()

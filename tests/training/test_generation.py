@@ -143,7 +143,17 @@ def test_an_answer_of_a_server_with_an_error_is_told_and_other_errors_stay():
 
     with pytest.raises(RunError, match=r"no answer from the vLLM server at http://x: 400, too long; "):
         _generate_served("http://x", answer, Exception("Request failed: 400, too long"))
-    for error in (Exception("it is ours"), ValueError("Request failed: 3"), RunError("x", hint="y")):
+    error = RuntimeError("The vLLM server at http://x has no engine. Restart it with `--engine`.")
+    with pytest.raises(
+        RunError, match=r"base_url: the vLLM server at http://x has no engine; restart it with `--engine`$"
+    ):
+        _generate_served("http://x", answer, error)
+    for error in (
+        RuntimeError("size mismatch"),
+        Exception("it is ours"),
+        ValueError("Request failed: 3"),
+        RunError("x", hint="y"),
+    ):
         with pytest.raises(type(error), match=str(error)):
             _generate_served("http://x", answer, error)
 

@@ -132,6 +132,13 @@ def _answering(url: str | None) -> Iterator[None]:
         yield
     except RequestException as error:
         raise _no_answer(url, _innermost(error)) from error
+    except RuntimeError as error:
+        # One that was started without what TRL needs, which TRL names with the server (trl 1.16, `VLLMClient`).
+        if not str(error).startswith("The vLLM server at "):
+            raise
+        problem, _, hint = str(error).rstrip(".").rpartition(". ")
+        problem = f"method.generation.vllm_server_base_url: {problem[0].lower()}{problem[1:]}"
+        raise RunError(problem, hint=f"{hint[0].lower()}{hint[1:]}") from error
     except Exception as error:
         # TRL has no other class for an answer with an error's status (trl 1.16, `VLLMClient._post`).
         if type(error) is not Exception or not str(error).startswith("Request failed: "):

@@ -460,9 +460,11 @@ def test_what_is_printed_comes_to_the_output_of_the_run_up_to_a_limit(trouble, m
     assert made.talk(num=2) == "done"
     until(lambda: output.getvalue().count("\n") == 2)
     assert made.talk(num=1000) == "done"
-    until(lambda: "what follows is left out" in output.getvalue())
+    until(lambda: "further output is skipped" in output.getvalue())
     assert made.talk(num=1000) == "done"
-    assert output.getvalue().endswith("method.environment: it has printed 1,010 characters; what follows is left out\n")
+    assert output.getvalue().endswith(
+        "method.environment: it has printed 1,010 characters; further output is skipped\n"
+    )
 
 
 def test_what_prints_too_fast_is_not_kept_waiting(trouble, monkeypatch):
@@ -474,7 +476,7 @@ def test_what_prints_too_fast_is_not_kept_waiting(trouble, monkeypatch):
     made = episode()
     made.reset()
     assert made.talk(num=100_000) == "done"
-    until(lambda: "it prints too much; the rest of this second is left out" in output.getvalue())
+    until(lambda: "it prints too much; the rest of this second is skipped" in output.getvalue())
     assert len(output.getvalue()) < 1_000_000
 
 

@@ -239,9 +239,9 @@ def _pass_on(printed: IO[str], output: TextIO, name: str) -> None:
                 continue
             num_written, num_in_second = num_written + len(part), num_in_second + len(part)
             if num_written >= _MAX_PRINTED_CHARS:
-                part += f"\ntunekit: {name}: it has printed {num_written:,} characters; what follows is left out\n"
+                part += f"\ntunekit: {name}: it has printed {num_written:,} characters; further output is skipped\n"
             elif num_in_second >= _MAX_CHARS_PER_SECOND:
-                part += f"\ntunekit: {name}: it prints too much; the rest of this second is left out\n"
+                part += f"\ntunekit: {name}: it prints too much; the rest of this second is skipped\n"
             # A log that is closed, or on a full disk, is no reason to stop what prints.
             with suppress(OSError, ValueError):
                 output.write(part)
