@@ -161,7 +161,10 @@ class Host:
         """
         channel = self._new()
         if channel is None:
-            self.counts.reasons.append("the process that starts its instances exited, and was started again")
+            told = (
+                "the process that starts its instances exited, and was started again; see log.txt for what it printed"
+            )
+            self.counts.reasons.append(told)
             self.close()
             self._start()
             channel = self._new()
@@ -214,6 +217,11 @@ class Host:
         if not self._has_exited(_END_SECONDS):
             self._process.kill()
             self._process.wait()
+        if self._process.returncode == 0:
+            # It has ended all that was below it, and their numbers may be those of others by now.
+            for channel in list(self._channels):
+                channel.close()
+            return
         for channel in list(self._channels):
             channel.end()
         _kill_group(self._process.pid)
@@ -288,10 +296,14 @@ class Channel:
             raise RaisedError(reply["raised"])
         return reply["result"]
 
-    def end(self) -> None:
-        """End the process, and those of its session."""
+    def close(self) -> None:
+        """Forget the process, which has ended."""
         self._channel.close()
         self._host.forget(self)
+
+    def end(self) -> None:
+        """End the process, and those of its session."""
+        self.close()
         _kill_group(self._process_id)
 
 

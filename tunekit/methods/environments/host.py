@@ -266,6 +266,8 @@ def main() -> None:
                 continue
             control.close()
             _be_instance(host, channel, make, task["max_chars"])
+    except OSError:
+        sys.excepthook(*sys.exc_info())  # no process or file can be had
     finally:
         if os.getpid() == host:
             signal.signal(signal.SIGQUIT, signal.SIG_IGN)
