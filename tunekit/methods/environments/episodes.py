@@ -161,10 +161,8 @@ class Host:
         """
         channel = self._new()
         if channel is None:
-            told = (
-                "the process that starts its instances exited, and was started again; see log.txt for what it printed"
-            )
-            self.counts.reasons.append(told)
+            reason = "the process that starts its instances exited, and was started again"
+            self.counts.reasons.append(f"{reason}; see log.txt for what it printed")
             self.close()
             self._start()
             channel = self._new()
