@@ -641,6 +641,10 @@ def test_the_teacher_of_a_distillation_comes_along() -> None:
     Path("run.sh").write_text(f"python trl/scripts/distillation.py {words}\n")
     method = migrate("run.sh").recipe.method
     assert (method.type, method.teacher.path) == ("distillation", "Qwen/Qwen3-4B")
+    Path("run.sh").write_text(f"trl distillation {words} --beta 0.3 --max_completion_length 700\n")
+    recipe = migrate("run.sh").recipe
+    assert (recipe.method.beta, recipe.method.max_completion_length) == (0.3, 700)
+    assert recipe.data.max_length == 1212
 
 
 def test_an_end_token_of_trl_comes_along() -> None:

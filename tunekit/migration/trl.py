@@ -14,7 +14,7 @@ from tunekit.migration.table import tool_table
 from tunekit.recipe.methods import METHODS
 from tunekit.recipe.trainer_args import CONFIGS, config_fields, owner_hint
 
-_COMMANDS = ("sft", "dpo", "kto", "orpo", "cpo", "reward", "grpo", "rloo")
+_COMMANDS = ("sft", "dpo", "kto", "orpo", "cpo", "reward", "grpo", "rloo", "distillation")
 _GENERATION = "temperature top_p top_k min_p repetition_penalty use_vllm vllm_mode"
 _RATES = {"sft": 2e-5, "reward": 1e-4}
 
@@ -81,7 +81,7 @@ def _sources(draft: Draft) -> None:
 def finish(draft: Draft) -> None:
     """Record TRL's defaults for what the file does not set, and what looks wrong."""
     method = draft.method
-    if method in ("grpo", "rloo"):
+    if method in ("grpo", "rloo", "distillation"):
         prompt = draft.get("max_prompt_length", 512)
         hf.room_for_answers(draft, prompt=prompt if isinstance(prompt, int) else 512)
     hf.trainer_defaults(draft, _RATES.get(method, 1e-6))
