@@ -203,6 +203,12 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "method.type": "rloo", "method.num_generations": 4, "method.max_completion_length": 128, "method.beta": 0.03,
         "train.learning_rate": 3e-6, "train.max_steps": 20,
     },
+    "trl-gkd.sh": {
+        "method.type": "gkd", "method.teacher.path": "Qwen/Qwen3-4B", "method.lmbda": 0.9, "method.beta": 1.0,
+        "method.temperature": 1.0, "method.max_completion_length": 64, "method.generation.temperature": 0.9,
+        "data.loss_on": "last", "adapter.rank": 64, "adapter.dropout": 0.0, "train.learning_rate": 2e-5,
+        "train.global_batch_size": 16,
+    },
     "trl-sft-mixture.yaml": {
         "train.max_grad_norm": 0.3, "train.global_batch_size": 32, "method.trainer_args": {"adam_beta2": 0.98},
         "output.name": "mixture-first",
@@ -239,6 +245,12 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "torchtune-full-dpo.yaml": {
         "model.path": "Qwen/Qwen2.5-3B-Instruct", "method.type": "dpo", "method.beta": 0.05, "adapter.type": "full",
         "train.num_epochs": 2, "train.weight_decay": 0.0, "train.lr_scheduler_type": "constant",
+    },
+    "torchtune-gkd.yaml": {
+        "model.path": "meta-llama/Llama-3.2-1B-Instruct", "method.type": "gkd",
+        "method.teacher.path": "meta-llama/Llama-3.1-8B-Instruct", "method.lmbda": 0.0, "method.beta": 1.0,
+        "method.kd_ratio": 0.75, "data.packing": True, "data.loss_on": "all", "adapter.rank": 16,
+        "adapter.dropout": 0.1, "train.global_batch_size": 8,
     },
     "torchtune-simpo.yaml": {
         "method.type": "cpo", "method.loss_type": "simpo", "method.beta": 2.0, "method.simpo_gamma": 0.8,
@@ -306,6 +318,12 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "method.generation.temperature": 1.0, "method.generation.use_vllm": True, "train.global_batch_size": 32,
         "data.max_length": 3072,
     },
+    "swift-gkd.sh": {
+        "method.type": "gkd", "method.teacher.path": "Qwen/Qwen2.5-14B-Instruct", "method.lmbda": 0.25,
+        "method.beta": 0.5, "method.temperature": 0.8, "method.max_completion_length": 256,
+        "method.generation.temperature": 0.8, "method.generation.top_p": 0.95, "data.loss_on": "last",
+        "data.too_long": "drop", "adapter.rank": 8, "adapter.dropout": 0.0, "train.global_batch_size": 16,
+    },
     "swift-doubtful.sh": {"adapter.type": "lora", "train.warmup_steps": 5, "train.learning_rate": 1e-6},
 }  # fmt: skip
 
@@ -372,6 +390,7 @@ def workspace(tmp_path, monkeypatch):
 RATES = {
     "sft": (2e-5, 2e-4), "dpo": (5e-7, 5e-6), "kto": (5e-7, 5e-6), "orpo": (5e-6, 5e-5), "cpo": (1e-6, 1e-5),
     "reward": (1e-5, 1e-4), "grpo": (1e-6, 1e-5), "rloo": (1e-6, 1e-5), "distillation": (1e-6, 1e-5),
+    "gkd": (2e-5, 2e-4),
 }  # fmt: skip
 """What a recipe that gives no learning rate trains with: all weights, and adapters."""
 

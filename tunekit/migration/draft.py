@@ -12,9 +12,12 @@ from tunekit.errors import RecipeError
 from tunekit.files import read_table
 from tunekit.migration.original import Entry, Original
 from tunekit.migration.report import Assumed, Fate, Line, Suspicion
+from tunekit.recipe.methods import METHODS
 from tunekit.recipe.reading.parse import to_inline_yaml
 from tunekit.recipe.reading.phrases import near, show
 from tunekit.recipe.sections.section import Tracker
+
+_METHODS = "sft, dpo, kto, orpo, cpo, reward, grpo, rloo, distillation and gkd"
 
 
 class UnfitError(Exception):
@@ -52,6 +55,11 @@ class Draft:
     def method(self) -> str:
         """The recipe's method so far."""
         return str(self.values.get("method.type", "sft"))
+
+    @property
+    def has_own_rows(self) -> bool:
+        """True if tunekit itself lays out the rows of the method, in masks, packs and lengths."""
+        return METHODS[self.method].spec.masks_as_told
 
     @property
     def has_adapter(self) -> bool:
@@ -110,7 +118,7 @@ class Draft:
         """Return the error of a method that is not there: the recipe would be one of something else."""
         where = f"{self.original.path}:{self.line_of(key)}" if self.line_of(key) else self.original.path
         problem = f"{where}: {key}: method {what} is unsupported"
-        return RecipeError(problem, hint="available: sft, dpo, kto, orpo, cpo, reward, grpo, rloo and distillation")
+        return RecipeError(problem, hint=f"available: {_METHODS}")
 
 
 Rule = Callable[[Draft, Entry], Fate]

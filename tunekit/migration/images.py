@@ -18,6 +18,7 @@ from tunekit.estimates.models.model_config import known_models, model_types
 from tunekit.migration.draft import Draft, UnfitError, data_file, names, number, text, truth, whole
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Fate
+from tunekit.recipe.methods import METHODS
 
 _READS_IMAGES = re.compile(
     r"(?:^|[^a-z])(?:vl\d*|vlm|vision|vlmoe|llava\w*|bakllava|pixtral|paligemma\d*|internvl\w*|smolvlm\d*|idefics\d*|ovis\d*"
@@ -118,6 +119,20 @@ def refuse_audio(draft: Draft) -> None:
         raise RecipeError(
             problem,
             hint="audio migrates for Qwen2-Audio, Audio Flamingo 3, Granite Speech and GLM-ASR",
+        )
+
+
+def refuse_images(draft: Draft) -> None:
+    """Check that no rows with images are to be learned with a method of the rows of sft that takes none.
+
+    Raises:
+        RecipeError: They are.
+    """
+    spec = METHODS[draft.method].spec
+    if draft.has_images and draft.has_own_rows and "image" not in spec.media:
+        raise RecipeError(
+            f"{draft.original.path}: rows with images are unsupported with method {draft.method}",
+            hint="method distillation learns from a teacher's answers to prompts with images",
         )
 
 

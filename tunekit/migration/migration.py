@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from tunekit.errors import RecipeError
 from tunekit.estimates.models.model_config import known_models, num_experts_of, text_config
-from tunekit.migration import axolotl, images, llamafactory, llamafactory_v1, swift, torchtune, trl
+from tunekit.migration import axolotl, images, llamafactory, llamafactory_v1, swift, torchtune, training, trl
 from tunekit.migration.draft import Draft, apply, data_file
 from tunekit.migration.original import NoConfigurationError, Original, read_original
 from tunekit.migration.report import TOOLS, Fate, Line, Migration, Suspicion
@@ -80,6 +80,7 @@ def migrate(
     table = "llama-factory-v1" if is_v1 else name
     apply(draft, trl.rules(draft) if name == "trl" else tool_rules(table))
     images.refuse_audio(draft)
+    images.refuse_images(draft)
     module.finish(draft)
     images.finish(draft)
     _settle(draft)
@@ -125,10 +126,7 @@ def _settle(draft: Draft) -> None:
         draft.values.setdefault("method.type", "sft")
     method = draft.values.get("method.type", "sft")
     if method in WITHOUT_DROPOUT and draft.values.get("adapter.dropout"):
-        del draft.values["adapter.dropout"]
-        draft.assumed = [assumption for assumption in draft.assumed if assumption.key != "adapter.dropout"]
-        for key in draft.origins.pop("adapter.dropout", []):
-            draft.fates[key] = Fate("decided", f"TRL disables dropout for {method}, in both tools")
+        training.leave_out_dropout(draft, Fate("decided", f"TRL disables dropout for {method}, in both tools"))
     rates = METHODS[method].spec.learning_rate
     rate = rates.full if draft.values.get("adapter.type") == "full" else rates.lora
     if draft.values.get("train.learning_rate") == rate:

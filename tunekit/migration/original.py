@@ -18,7 +18,7 @@ from tunekit.recipe.reading import parse
 _HINT = "pass a configuration of Axolotl, LLaMA-Factory, TRL, torchtune or ms-swift"
 _COMMANDS = re.compile(
     r"(?:^|[/\s])(?:(swift)\s+(sft|rlhf|pt)|(trl)\s+(sft|dpo|kto|orpo|grpo|rloo|reward|distillation)"
-    r"|(llamafactory-cli)\s+(train)|(trl|examples)/scripts/(\w+)\.py)(?=\s|$)"
+    r"|(llamafactory-cli)\s+(train)|(trl|examples)/(?:scripts|experimental/\w+)/(\w+)\.py)(?=\s|$)"
 )
 """Commands whose arguments are a configuration: the tool's, and what it is to do."""
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tunekit.migration import images, optimizers
+from tunekit.migration import distillation, images, optimizers
 from tunekit.migration import training as hf
 from tunekit.migration.draft import Draft, UnfitError, carried, number, reason, text, truth, whole
 from tunekit.migration.original import Entry
@@ -17,7 +17,16 @@ from tunekit.migration.vocabulary import same_template
 from tunekit.recipe.reading.parse import plain_scalar
 from tunekit.recipe.sections.adapters import AdaloraAdapter
 
-_METHODS = {"dpo": "dpo", "orpo": "orpo", "simpo": "cpo", "cpo": "cpo", "kto": "kto", "rm": "reward", "grpo": "grpo"}
+_METHODS = {
+    "dpo": "dpo",
+    "orpo": "orpo",
+    "simpo": "cpo",
+    "cpo": "cpo",
+    "kto": "kto",
+    "rm": "reward",
+    "grpo": "grpo",
+    "gkd": "gkd",
+}
 _BETAS = {"simpo": 2.0, "grpo": 0.04}
 _FILES = (".json", ".jsonl", ".csv", ".txt", ".parquet", ".arrow")
 _SAME_COLUMNS = ("messages", "images", "audios", "tools", "instruction", "input", "output", "system", "prompt", "label")
@@ -47,6 +56,8 @@ def prepare(draft: Draft) -> None:
     draft.put("method.type", _METHODS[kind] if kind else "sft", "rlhf_type")
     if kind == "simpo":
         draft.put("method.loss_type", "simpo", "rlhf_type")
+    if kind == "gkd":
+        distillation.need_teacher(draft)
     tuner = draft.get("tuner_type", draft.get("train_type", draft.get("sft_type", "lora")))
     is_by_bitsandbytes = draft.get("quant_method", "bnb") == "bnb"
     bits = draft.get("quant_bits", draft.get("quantization_bit")) if is_by_bitsandbytes else None
@@ -206,6 +217,8 @@ def finish(draft: Draft) -> None:
     if draft.values["adapter.type"] == "adalora":
         _leave_out_lora(draft)
     optimizers.assume_defaults(draft)
+    if draft.method == "gkd":
+        distillation.assume_of_swift(draft)
     _assume_images(draft)
     hf.drops_too_long(draft, "truncation_strategy", "delete")
     if draft.original.task == "pt" and draft.get("use_chat_template") is None:
@@ -223,7 +236,7 @@ def finish(draft: Draft) -> None:
             "",
             "max_length is not set: ms-swift uses the model's limit; the recipe has tunekit's default data.max_length",
         )
-    if draft.get("packing") and "flash" not in str(draft.get("attn_impl", "")):
+    if draft.get("packing") and draft.method != "gkd" and "flash" not in str(draft.get("attn_impl", "")):
         hf.suspect_packing(draft, "packing", "flash attention")
     hf.suspect_beta(draft)
     if is_full and draft.get("quant_bits"):
@@ -303,7 +316,7 @@ def dataset(draft: Draft, entry: Entry) -> Fate:
 def loss_scale(draft: Draft, entry: Entry) -> Fate:
     """The turns that are learned."""
     base, _, more = text(entry.value).partition("+")
-    if draft.method != "sft":
+    if not draft.has_own_rows:
         return Fate("decided", "methods other than sft train on full answers")
     if base not in ("default", "last_round", "all") or (more and more != "ignore_empty_think"):
         raise UnfitError(f"{entry.value}: data.loss_on accepts assistant, last and all, without weights")
@@ -326,8 +339,17 @@ def template(draft: Draft, entry: Entry) -> Fate:
     return Fate("different", words, "model.chat_template")
 
 
+def packing(draft: Draft, entry: Entry) -> Fate:
+    """Packing, of which ms-swift takes no notice where it lays out rows step by step."""
+    if draft.method != "gkd":
+        return hf.packing(draft, entry)
+    return Fate("silent", "ms-swift does not pack rows in gkd" if truth(entry.value) else "is off")
+
+
 def utilization(draft: Draft, entry: Entry) -> Fate:
     """The share of a device's memory that vLLM takes."""
+    if draft.method == "gkd":
+        return distillation.vllm(draft, entry)
     if draft.method != "grpo":
         return Fate("silent", "only used with colocated vLLM")
     return hf.utilization(draft, entry)

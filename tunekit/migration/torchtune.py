@@ -7,7 +7,7 @@ from typing import Any
 from tunekit.errors import RecipeError
 from tunekit.migration import optimizers
 from tunekit.migration import training as hf
-from tunekit.migration.draft import Draft, UnfitError, carried, names, number, reason, truth, whole
+from tunekit.migration.draft import Draft, UnfitError, carried, is_off, names, number, reason, truth, whole
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Fate
 from tunekit.migration.table import tool_table
@@ -19,12 +19,19 @@ _INSTRUCT = {"meta-llama": "-Instruct", "Qwen": "-Instruct", "google": "-it"}
 def prepare(draft: Draft) -> None:
     """Lay in what several keys say together."""
     draft.original.entries = tuple(_resolved(draft, entry) for entry in draft.original.entries)
-    for key in ("teacher_model", "policy_model", "reward_and_value_model"):
+    for key in ("policy_model", "reward_and_value_model"):
         if draft.get(key) is not None:
-            what = "distillation from a teacher's rows" if key == "teacher_model" else "PPO"
             where = f"{draft.original.path}:{draft.line_of(key)}: {key}"
-            raise RecipeError(f"{where}: {what} is unsupported", hint="`tunekit explain method` lists the methods")
+            raise RecipeError(f"{where}: PPO is unsupported", hint="`tunekit explain method` lists the methods")
     hf.set_batch(draft, "batch_size")
+    if _distils(draft):
+        draft.put("method.type", "gkd", "teacher_model")
+        draft.put("method.lmbda", 0, "teacher_model")
+        _put_model(draft, "method.teacher.path", "teacher_model", "teacher_checkpointer")
+        if draft.get("kd_loss._component_") is None:
+            raise RecipeError(
+                f"{draft.original.path}: no kd_loss", hint="required with teacher_model: add it to the file"
+            )
     if "method.type" not in draft.values:
         loss_type = _words("losses").get(_last(draft.get("loss._component_", "")))
         if loss_type is not None:
@@ -61,23 +68,37 @@ def _last(component: Any) -> str:
 def _model(draft: Draft) -> None:
     """The model by its builder, and the adapter that the builder's name begins with."""
     builder = _last(draft.get("model._component_", ""))
-    plain = builder.removeprefix("qlora_").removeprefix("lora_").removeprefix("dora_")
     is_small = builder.startswith("qlora_") or draft.get("model.quantize_base") is True
-    has_adapter = plain != builder or draft.get("model.lora_rank") is not None
+    has_adapter = _plain(builder) != builder or draft.get("model.lora_rank") is not None
     draft.put("adapter.type", "qlora" if is_small else "lora" if has_adapter else "full", "model._component_")
-    folder = str(draft.get("checkpointer.checkpoint_dir", ""))
+    _put_model(draft, "model.path", "model", "checkpointer")
+
+
+def _plain(builder: str) -> str:
+    return builder.removeprefix("qlora_").removeprefix("lora_").removeprefix("dora_")
+
+
+def _put_model(draft: Draft, target: str, model: str, checkpointer: str) -> None:
+    """Name a model by the folder of its weights where that is one of transformers', else by its builder."""
+    builder, folder = _last(draft.get(f"{model}._component_", "")), str(draft.get(f"{checkpointer}.checkpoint_dir", ""))
+    plain = _plain(builder)
     if Path(folder).is_dir() and (Path(folder) / "config.json").is_file():
-        draft.put("model.path", folder, "checkpointer.checkpoint_dir")
+        draft.put(target, folder, f"{checkpointer}.checkpoint_dir")
         return
     chats = re.search(r"instruct|chat|-it\b", f"{folder} {builder}", re.IGNORECASE) is not None
     name = _words("models").get(plain.removesuffix("_instruct").removesuffix("_base"))
     if name is None:
         if folder and not _is_of_images(plain):
-            draft.put("model.path", folder.rstrip("/"), "checkpointer.checkpoint_dir")
+            draft.put(target, folder.rstrip("/"), f"{checkpointer}.checkpoint_dir")
         return
     if chats and not name.endswith(("-hf", "nstruct")):
         name += _INSTRUCT.get(name.partition("/")[0], "")
-    draft.put("model.path", name, "model._component_")
+    draft.put(target, name, f"{model}._component_")
+
+
+def _distils(draft: Draft) -> bool:
+    """Return whether a teacher's probabilities count in the loss."""
+    return draft.get("teacher_model") is not None and not is_off(draft.get("kd_ratio", 0.5))
 
 
 def _is_of_images(builder: str) -> bool:
@@ -148,11 +169,21 @@ def finish(draft: Draft) -> None:
         draft.suspect("dataset", "train_on_input is on (the default of alpaca_dataset): the loss includes prompts")
     if draft.method in ("dpo", "cpo"):
         draft.values.pop("data.loss_on", None)
+    if draft.method == "gkd":
+        draft.assume({"method.kd_ratio": 0.5}, own)
+        draft.differ("kd_loss", draft.get("kd_loss._component_"), _SCALED)
     if draft.get("tokenizer.prompt_template") is None and not all(kind == "text" for kind in hf.source_formats(draft)):
         words = f"torchtune formats turns with its tokenizer {_last(draft.get('tokenizer._component_'))}"
         draft.differ(
             "tokenizer.prompt_template", None, f"{words}; {reason('other_template')}", remedy="model.chat_template"
         )
+
+
+_SCALED = (
+    "torchtune adds up the mean losses of micro-batches and divides the gradients by the tokens of the step, so that "
+    "an optimizer's epsilon damps its updates and clip_grad_norm hardly clips; tunekit takes the mean over these tokens"
+)
+"""The scale of a loss that torchtune 0.6 has in its recipes of distillation alone."""
 
 
 # Single keys
@@ -183,10 +214,52 @@ def quantizer(draft: Draft, entry: Entry) -> Fate:
 
 
 def folder(draft: Draft, entry: Entry) -> Fate:
-    """The folder that the model is read from."""
-    if draft.values.get("model.path") == str(entry.value).rstrip("/"):
-        return carried("model.path", draft.values["model.path"])
-    return Fate("decided", "the model is loaded from the Hub; model.path may be a folder with a config.json")
+    """The folder that the model, or a teacher, is read from."""
+    target = "method.teacher.path" if entry.key.startswith("teacher") else "model.path"
+    if target != "model.path" and not _distils(draft):
+        return _without_teacher(draft)
+    if draft.values.get(target) in (str(entry.value), str(entry.value).rstrip("/")):
+        return carried(target, draft.values[target])
+    return Fate("decided", f"the model is loaded from the Hub; {target} may be a folder with a config.json")
+
+
+def teacher(draft: Draft, entry: Entry) -> Fate:
+    """The builder of a teacher."""
+    if not _distils(draft):
+        return _without_teacher(draft)
+    if "method.teacher.path" not in draft.values:
+        raise UnfitError(f"{_last(entry.value)}: unknown model")
+    return carried("method.teacher.path", draft.values["method.teacher.path"])
+
+
+def _without_teacher(draft: Draft) -> Fate:
+    is_there = draft.get("teacher_model") is not None
+    return Fate("silent", "no effect with kd_ratio 0" if is_there else "only used with teacher_model")
+
+
+def divergence(draft: Draft, entry: Entry) -> Fate:
+    """The loss of a distillation: a divergence from the teacher, to either side."""
+    if not _distils(draft):
+        return _without_teacher(draft)
+    name = _last(draft.get("kd_loss._component_"))
+    beta = _words("divergences").get(name)
+    if name.startswith("SymmetricKL"):
+        share = number(draft.get("kd_loss.sym_kd_ratio", 0.5))
+        if share not in (0, 1):
+            raise UnfitError(f"a sum of both divergences is no method.beta: {name} with sym_kd_ratio {share:g}")
+        beta = 1 - share
+    if beta is None:
+        raise UnfitError(f"{name}: method.beta is 0 for the forward and 1 for the reverse divergence")
+    fate = draft.carry(entry, "method.beta", beta)
+    return fate if beta else Fate("carried", f"{fate.words}  (the loss is smaller by the teacher's entropy)")
+
+
+def ratio(draft: Draft, entry: Entry) -> Fate:
+    """The weight of the divergence beside the likelihood of the rows."""
+    if draft.get("teacher_model") is None:
+        return _without_teacher(draft)
+    value = number(entry.value)
+    return draft.carry(entry, "method.kd_ratio", value) if value else Fate("silent", "0: method sft, without teacher")
 
 
 def attention_modules(draft: Draft, entry: Entry) -> Fate:
@@ -321,14 +394,14 @@ def steps(draft: Draft, entry: Entry) -> Fate:
 
 def loss(draft: Draft, entry: Entry) -> Fate:
     """The loss, which tells the method."""
-    if "method.type" in draft.values:
+    if draft.values.get("method.type") not in (None, "gkd"):
         return carried("method.type", draft.method)
     return Fate("decided", reason("kernels"))
 
 
 def of_loss(draft: Draft, entry: Entry) -> Fate:
     """A setting of the loss of a method."""
-    if "method.type" not in draft.values:
+    if draft.values.get("method.type") in (None, "gkd"):
         return Fate("decided", reason("kernels"))
     name, value = entry.key.removeprefix("loss."), number(entry.value)
     if name == "beta":

@@ -328,7 +328,7 @@ def too_long(draft: Draft, entry: Entry) -> Fate:
     if entry.value == at_end[draft.tool]:
         return Fate("silent", "rows longer than data.max_length are truncated at the end in tunekit too")
     ours = {"drop": "drop", "delete": "drop", "raise": "refuse"}.get(str(entry.value))
-    if ours is not None and draft.method == "sft":
+    if ours is not None and draft.has_own_rows:
         return draft.carry(entry, "data.too_long", ours)
     verb = {"drop": "dropped", "refuse": "an error"}.get(str(ours), f"'{entry.value}'")
     return Fate("different", f"rows longer than data.max_length are {verb} in {draft.tool}; {reason('cut')}")
@@ -336,7 +336,7 @@ def too_long(draft: Draft, entry: Entry) -> Fate:
 
 def drops_too_long(draft: Draft, key: str, value: str) -> None:
     """Let the recipe drop rows that are too long where the original does not say so, or note that it does not."""
-    if draft.get(key) is None and draft.method == "sft":
+    if draft.get(key) is None and draft.has_own_rows:
         draft.assume({"data.too_long": "drop"})
     elif draft.get(key) is None and draft.method != "grpo":
         media = "images" if draft.has_images else "audio" if draft.has_audio else None
@@ -391,8 +391,8 @@ def utilization(draft: Draft, entry: Entry) -> Fate:
 
 
 def suspect_beta(draft: Draft) -> None:
-    """Suspect a beta of 0, which only GRPO has by itself."""
-    if draft.get("beta") is not None and draft.values.get("method.beta") == 0 and draft.method != "grpo":
+    """Suspect a beta of 0, which only GRPO has by itself, and that in gkd is a divergence."""
+    if draft.get("beta") is not None and draft.values.get("method.beta") == 0 and draft.method not in ("grpo", "gkd"):
         draft.suspect("beta", "beta 0: no KL penalty to the reference")
 
 
@@ -456,6 +456,19 @@ def room_for_answers(draft: Draft, *, prompt: int) -> None:
         draft.values["data.max_length"] = together
         words = f"prompt of {prompt or 512} tokens plus answer of {answer}: data.max_length includes both"
         draft.assumed.append(Assumed("data.max_length", together, words))
+
+
+def leave_out_dropout(draft: Draft, fate: Fate) -> None:
+    """Leave out an adapter's dropout, which both tools switch off.
+
+    Args:
+        draft: What is made.
+        fate: The fate of its key.
+    """
+    draft.values.pop("adapter.dropout", None)
+    draft.assumed = [assumed for assumed in draft.assumed if assumed.key != "adapter.dropout"]
+    for key in draft.origins.pop("adapter.dropout", []):
+        draft.fates[key] = fate
 
 
 def first_weights(draft: Draft, entry: Entry) -> Fate:

@@ -6,6 +6,7 @@ itself is passed on under its name.
 
 import contextlib
 
+from tunekit.migration import distillation
 from tunekit.migration import training as hf
 from tunekit.migration.draft import Draft, Rule, UnfitError, carried, is_off, number, text, trainer_arg
 from tunekit.migration.original import Entry
@@ -16,7 +17,7 @@ from tunekit.recipe.trainer_args import CONFIGS, config_fields, owner_hint
 
 _COMMANDS = ("sft", "dpo", "kto", "orpo", "cpo", "reward", "grpo", "rloo", "distillation")
 _GENERATION = "temperature top_p top_k min_p repetition_penalty use_vllm vllm_mode"
-_RATES = {"sft": 2e-5, "reward": 1e-4}
+_RATES = {"sft": 2e-5, "gkd": 2e-5, "reward": 1e-4}
 
 
 def prepare(draft: Draft) -> None:
@@ -92,8 +93,10 @@ def finish(draft: Draft) -> None:
             draft.suspect("use_peft", words)
     elif any(key.startswith("lora_") for key in draft.original.values):
         draft.suspect("lora_r", "lora settings without use_peft: full fine-tuning")
+    if method == "gkd":
+        distillation.assume_of_trl(draft)
     attention = str(draft.get("attn_implementation", ""))
-    if draft.get("packing") is True and "flash" not in attention and "varlen" not in attention:
+    if draft.get("packing") is True and method != "gkd" and "flash" not in attention and "varlen" not in attention:
         hf.suspect_packing(draft, "packing", "flash attention")
     if method == "sft" and draft.get("assistant_only_loss") is None and draft.get("completion_only_loss") is None:
         what = "TRL trains on every token of a chat unless assistant_only_loss is on; the recipe on the assistant's"
@@ -130,8 +133,8 @@ def reward_model(draft: Draft, entry: Entry) -> Fate:
 
 def teacher(draft: Draft, entry: Entry) -> Fate:
     """The teacher of a distillation, or the model that it learns from by another name."""
-    if draft.method != "distillation":
-        return Fate("silent", "only used with distillation")
+    if draft.method not in ("distillation", "gkd"):
+        return Fate("silent", "only used with distillation and gkd")
     return draft.carry(entry, "method.teacher.path", text(entry.value))
 
 
@@ -167,4 +170,5 @@ def rules(draft: Draft) -> dict[str, Rule]:
         **tool_table("trl").rules(),
         **dict.fromkeys(fields, _field),
         **dict.fromkeys(generation, _generation),
+        **(distillation.OF_TRL | dict.fromkeys(("lmbda", "beta"), _field) if method == "gkd" else {}),
     }

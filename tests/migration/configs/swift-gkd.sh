@@ -1,0 +1,22 @@
+NPROC_PER_NODE=2 \
+swift rlhf \
+    --rlhf_type gkd \
+    --model Qwen/Qwen2.5-7B-Instruct \
+    --teacher_model Qwen/Qwen2.5-14B-Instruct \
+    --use_hf true \
+    --tuner_type lora \
+    --dataset data/messages.jsonl \
+    --lmbda 0.25 \
+    --seq_kd false \
+    --temperature 0.8 \
+    --top_p 0.95 \
+    --max_length 1024 \
+    --max_completion_length 256 \
+    --per_device_train_batch_size 2 \
+    --gradient_accumulation_steps 4 \
+    --learning_rate 1e-5 \
+    --teacher_deepspeed zero3 \
+    --use_vllm true \
+    --vllm_mode colocate \
+    --vllm_gpu_memory_utilization 0.3 \
+    --log_completions true

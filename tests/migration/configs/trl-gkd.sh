@@ -1,0 +1,13 @@
+accelerate launch --num_processes 2 examples/scripts/gkd.py \
+    --model_name_or_path Qwen/Qwen3-0.6B \
+    --teacher_model_name_or_path Qwen/Qwen3-4B \
+    --dataset_name data/messages.jsonl \
+    --lmbda 0.9 \
+    --beta 1.0 \
+    --max_new_tokens 64 \
+    --use_peft \
+    --lora_r 64 \
+    --lora_dropout 0.1 \
+    --per_device_train_batch_size 4 \
+    --gradient_accumulation_steps 2 \
+    --gradient_checkpointing
