@@ -233,9 +233,14 @@ def test_a_teacher_of_other_methods_is_named() -> None:
     assert line_of(made(SWIFT, rlhf_type="dpo", teacher_model="m"), "teacher_model").kind == "silent"
 
 
-def test_a_distillation_on_images_is_an_error() -> None:
-    with pytest.raises(RecipeError, match="rows with images are unsupported with method gkd"):
-        made(SWIFT, **GKD, model="Qwen/Qwen2.5-VL-7B-Instruct", max_pixels=1003520)
+def test_a_distillation_on_images_comes_over_without_completions() -> None:
+    images = {**GKD, "model": "Qwen/Qwen2.5-VL-7B-Instruct", "max_pixels": 1003520}
+    with pytest.raises(
+        RecipeError, match=r"config\.yaml(:\d+: lmbda)?: completions of rows with images are unsupported"
+    ):
+        made(SWIFT, **images)
+    method = made(SWIFT, **{**images, "lmbda": 0}).recipe.method
+    assert (method.type, method.lmbda) == ("gkd", 0)
 
 
 # TRL

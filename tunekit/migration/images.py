@@ -18,7 +18,6 @@ from tunekit.estimates.models.model_config import known_models, model_types
 from tunekit.migration.draft import Draft, UnfitError, data_file, names, number, text, truth, whole
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Fate
-from tunekit.recipe.methods import METHODS
 
 _READS_IMAGES = re.compile(
     r"(?:^|[^a-z])(?:vl\d*|vlm|vision|vlmoe|llava\w*|bakllava|pixtral|paligemma\d*|internvl\w*|smolvlm\d*|idefics\d*|ovis\d*"
@@ -123,17 +122,16 @@ def refuse_audio(draft: Draft) -> None:
 
 
 def refuse_images(draft: Draft) -> None:
-    """Check that no rows with images are to be learned with a method of the rows of sft that takes none.
+    """Check that completions are not to be generated for rows with images by a method of the rows of sft.
 
     Raises:
         RecipeError: They are.
     """
-    spec = METHODS[draft.method].spec
-    if draft.has_images and draft.has_own_rows and "image" not in spec.media:
-        raise RecipeError(
-            f"{draft.original.path}: rows with images are unsupported with method {draft.method}",
-            hint="method distillation learns from a teacher's answers to prompts with images",
-        )
+    if draft.has_images and draft.method == "gkd" and draft.values.get("method.lmbda", 0.5):
+        line = draft.line_of("lmbda")
+        where = f"{draft.original.path}:{line}: lmbda" if line else draft.original.path
+        problem = f"{where}: completions of rows with images are unsupported in method gkd"
+        raise RecipeError(problem, hint="set lmbda to 0, or distil by method distillation, from prompts with images")
 
 
 def named_for_images(draft: Draft) -> bool:
