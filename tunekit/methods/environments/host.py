@@ -18,6 +18,7 @@ import random
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any, NoReturn
@@ -221,7 +222,9 @@ def _set(option: int, value: int) -> None:
 
 
 def _end(signum: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(1)
+    """End this process with all below it, whatever it is at: the end of the channel may have been seen first."""
+    end_descendants()
+    os._exit(1)
 
 
 def _ignore(signum: int, frame: FrameType | None) -> None:
@@ -230,11 +233,24 @@ def _ignore(signum: int, frame: FrameType | None) -> None:
 
 def end_descendants() -> None:
     """Kill all processes below this one, also those that they start meanwhile."""
-    while children := psutil.Process().children(recursive=True):
-        for child in children:
+    while _has_children():
+        for child in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
-        psutil.wait_procs(children, timeout=0.1)
+        time.sleep(0.01)
+
+
+def _has_children() -> bool:
+    """Return whether a child is left, as the kernel knows it.
+
+    A list of processes lacks what is below a child that ends while it is made. As this process adopts what is below its
+    children, nothing is left once it has none.
+    """
+    try:
+        os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        return False
+    return True
 
 
 def main() -> None:
@@ -270,7 +286,6 @@ def main() -> None:
         sys.excepthook(*sys.exc_info())  # no process or file can be had
     finally:
         if os.getpid() == host:
-            signal.signal(signal.SIGQUIT, signal.SIG_IGN)
             end_descendants()
             os._exit(0)  # threads of the user's module do not end by themselves
 
