@@ -45,8 +45,8 @@ def build(method: GKDMethod, parts: Parts) -> RunTrainer:
     teacher = parts.load_teacher(method.teacher)
     # The loss of routers is no part of the divergence.
     arguments = {**method.trainer_args, "router_aux_loss_coef": 0.0}
-    given = {"teacher": teacher, "method": method, "max_length": parts.data.max_length}
-    return token_trainer(GKDTrainer, parts, arguments, given)
+    trainer_parts = {"teacher": teacher, "method": method, "max_length": parts.data.max_length}
+    return token_trainer(GKDTrainer, parts, arguments, trainer_parts)
 
 
 class GKDTrainer(TokenMeanSFTTrainer):

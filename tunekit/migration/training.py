@@ -357,14 +357,14 @@ def dft(draft: Draft, entry: Entry) -> Fate:
 def report_to(draft: Draft, entry: Entry) -> Fate:
     """The trackers, of which those that tunekit does not know are named."""
     values = entry.value if isinstance(entry.value, list) else str(entry.value).split(",")
-    asked = [str(value).strip().lower() for value in values if not is_off(value) and str(value).strip() != "[]"]
-    if not asked:
+    listed = [str(value).strip().lower() for value in values if not is_off(value) and str(value).strip() != "[]"]
+    if not listed:
         return Fate("silent", "is off")
-    if "all" in asked:
+    if "all" in listed:
         return Fate("decided", f"all: list trackers by name; {reason('no_tracker')}")
     known: tuple[Tracker, ...] = get_args(Tracker)
-    fates = [draft.track(entry, tracker) for tracker in known if tracker in asked]
-    unsupported = [name for name in asked if name not in known]
+    fates = [draft.track(entry, tracker) for tracker in known if tracker in listed]
+    unsupported = [name for name in listed if name not in known]
     if unsupported:
         return Fate("decided", f"no {', '.join(unsupported)}: {reason('no_tracker')}")
     return fates[-1]

@@ -205,7 +205,9 @@ def _media_facts(sources: Iterable[TokenReport | Measured]) -> dict[str, Any]:
 
 
 def _sources_of(shares: Iterable[SourceShare]) -> tuple[SourceFacts, ...]:
-    return tuple(SourceFacts(name=one.source, num_rows=one.num_sequences, size=one.num_tokens) for one in shares)
+    return tuple(
+        SourceFacts(name=share.source, num_rows=share.num_sequences, size=share.num_tokens) for share in shares
+    )
 
 
 def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None = None) -> PreparedRows:

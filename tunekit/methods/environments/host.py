@@ -102,8 +102,8 @@ def as_text(result: Any, max_chars: int) -> str:
     """
     structured = isinstance(result, dict | list | tuple)
     text = json.dumps(result, ensure_ascii=False, default=str) if structured else str(result)
-    shown = whole_characters(text[:max_chars])
-    return shown if len(text) <= max_chars else f"{shown} [{len(text) - max_chars:,} characters cut]"
+    short = whole_characters(text[:max_chars])
+    return short if len(text) <= max_chars else f"{short} [{len(text) - max_chars:,} characters cut]"
 
 
 def whole_characters(text: str) -> str:
