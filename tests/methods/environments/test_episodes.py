@@ -33,6 +33,9 @@ MODULE = """
 import multiprocessing, os, random, signal, subprocess, sys, threading, time
 from pathlib import Path
 
+if "FORK_SECONDS" in os.environ:
+    os.register_at_fork(after_in_child=lambda: time.sleep(float(os.environ["FORK_SECONDS"])))
+
 class Trouble:
     '''An environment that does all that it should not.'''
 
@@ -378,6 +381,18 @@ def test_what_an_instance_has_started_ends_with_it_and_the_rest_with_the_host(tr
 
 def test_what_an_instance_starts_can_be_terminated(trouble):
     """Signals that stop a run are ignored by the host alone."""
+    episode, _ = trouble(limits=Limits(60.0, 100))
+    made = episode()
+    made.reset()
+    assert json.loads(made.terminate()) == [-signal.SIGTERM, -signal.SIGTERM]
+
+
+def test_a_signal_to_a_process_that_was_just_forked_is_not_lost(trouble, monkeypatch):
+    """One that comes before what was forked has the signals for itself."""
+    import trouble as module
+
+    assert module.os is os, "imported here before forks are slow there"
+    monkeypatch.setenv("FORK_SECONDS", "0.3")
     episode, _ = trouble(limits=Limits(60.0, 100))
     made = episode()
     made.reset()

@@ -18,6 +18,7 @@ import random
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from types import FrameType
@@ -320,7 +321,9 @@ def _be_instance(host: int, channel: socket.socket, make: Callable[[], Any], max
         end_with(host)
         os.setsid()
         # The end of the channel tells that this process has ended: none that it forks holds it.
-        os.register_at_fork(after_in_child=lambda: _be_forked(channel))
+        os.register_at_fork(
+            before=_hold_signals, after_in_parent=_release_signals, after_in_child=lambda: _be_forked(channel)
+        )
         with channel:
             serve(channel, make, max_chars)
         code = 0
@@ -338,6 +341,20 @@ def _be_forked(channel: socket.socket) -> None:
     for sign in _STOP_SIGNALS:
         if signal.getsignal(sign) is _ignore:
             signal.signal(sign, signal.default_int_handler if sign == signal.SIGINT else signal.SIG_DFL)
+    _release_signals()
+
+
+_held = threading.local()
+"""Signals that the thread which forks had blocked before."""
+
+
+def _hold_signals() -> None:
+    """Hold back the signals that stop a run: what is forked would ignore those that come before it is ready."""
+    _held.before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+
+
+def _release_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _held.before)
 
 
 if __name__ == "__main__":
