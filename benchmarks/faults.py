@@ -210,15 +210,15 @@ class Named(Protocol):
 
     @property
     def group(self) -> str:
-        """What kind of case it is."""
+        """Kind of case."""
 
     @property
     def engine(self) -> str:
-        """What trains."""
+        """Method and layout that train."""
 
     @property
     def words(self) -> str:
-        """What goes wrong."""
+        """The fault."""
 
 
 def line(case: Named, outcome: Outcome) -> str:
@@ -295,13 +295,23 @@ def main() -> None:
                 continue
             outcomes.append((case, bench.run(case)))
             print(line(*outcomes[-1]), flush=True)
-    failed = any(outcome.problems for _, outcome in outcomes)
-    print(*summary(outcomes), *([f"those that fail lie in {folder}"] if failed else []), sep="\n")
-    if not failed and args.folder is None:
-        shutil.rmtree(folder)
+    conclude(outcomes, folder, is_temporary=args.folder is None)
     if args.save:
         RESULTS.write_text(document(outcomes), encoding="utf-8")
-    sys.exit(1 if failed else 0)
+    sys.exit(exit_code(outcomes))
+
+
+def conclude(outcomes: Sequence[tuple[Named, Outcome]], folder: Path, *, is_temporary: bool) -> None:
+    """Print the summary, and delete a temporary folder unless a case failed, whose runs are in it."""
+    failed = exit_code(outcomes)
+    print(*summary(outcomes), *([f"those that fail lie in {folder}"] if failed else []), sep="\n")
+    if not failed and is_temporary:
+        shutil.rmtree(folder)
+
+
+def exit_code(outcomes: Sequence[tuple[Named, Outcome]]) -> int:
+    """1 if a case failed, else 0."""
+    return int(any(outcome.problems for _, outcome in outcomes))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ NAMES = {
     "utils.network_utils": ("get_ip",),
     "distributed.weight_transfer.nccl_engine": ("NCCLTrainerSendWeightsArgs", "NCCLWeightTransferEngine"),
 }
-"""What TRL imports of vLLM before 0.28, by its module."""
+"""Names that TRL imports of vLLM before 0.28, by module."""
 
 VERSION = "0.27.0"
 

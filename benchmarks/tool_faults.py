@@ -28,7 +28,7 @@ from typing import Any
 import psutil
 
 from benchmarks.faulted import Outcome, differences
-from benchmarks.faults import document, line, summary
+from benchmarks.faults import conclude, document, exit_code, line
 from benchmarks.prepared import Place
 from tests.calling import save_calling_model
 from tunekit.errors import RunError
@@ -52,7 +52,7 @@ TIMEOUT_SECONDS = 3
 LIMIT_SECONDS = 300
 MAX_LOG_BYTES = 2**20
 MAX_GROWTH_BYTES = 150 * 2**20
-"""How much more memory than without a fault the trainer may have held at most."""
+"""Memory that the trainer may have held at most beyond that without a fault."""
 
 CODES = {"goes on": 0, "fails": 2, "is given up": HUNG_CODE, "stops": 128 + signal.SIGTERM, "killed": -signal.SIGKILL}
 """Exit codes by how a run ends."""
@@ -90,7 +90,7 @@ class ToolCase:
 
     @property
     def engine(self) -> str:
-        """What trains."""
+        """Method and layout that train."""
         return "single full"
 
 
@@ -333,14 +333,14 @@ class _Trial:
 
     def _processes(self) -> list[psutil.Process]:
         """Return the processes that have the variable of this case."""
-        found = []
+        processes = []
         for process in psutil.process_iter():
             try:
                 if process.environ().get(MARK) == self.folder.name and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
+                    processes.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
-        return found
+        return processes
 
 
 def _newest_step(run: Path) -> int | None:
@@ -367,14 +367,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for case in chosen:
         outcomes.append((case, bench.run(case)))
         print(line(*outcomes[-1]), flush=True)
-    failed = any(outcome.problems for _, outcome in outcomes)
-    print(*summary(outcomes), *([f"those that fail lie in {folder}"] if failed else []), sep="\n")
-    if not failed and args.folder is None:
-        shutil.rmtree(folder)
+    conclude(outcomes, folder, is_temporary=args.folder is None)
     if args.save:
         text = document(outcomes, title=TITLE, about=ABOUT, command="benchmarks.tool_faults")
         RESULTS.write_text(text, encoding="utf-8")
-    sys.exit(1 if failed else 0)
+    sys.exit(exit_code(outcomes))
 
 
 if __name__ == "__main__":

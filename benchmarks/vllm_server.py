@@ -37,13 +37,15 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         """Generate, or take note of weights."""
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or b"{}")
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or b"{}")
         if self.path != "/v1/completions":
             self._answer({"success": True})
             return
         Handler.num_answers += 1
         choices = [
-            self._choice(ids, number, asked["max_tokens"]) for ids in asked["prompt"] for number in range(asked["n"])
+            self._choice(ids, number, request["max_tokens"])
+            for ids in request["prompt"]
+            for number in range(request["n"])
         ]
         self._answer({"choices": choices}, is_last=self.num_answers == self.fatal_answer)
 

@@ -319,11 +319,11 @@ def _result(name: str, content: str) -> dict[str, object]:
 def with_calculator(rng: random.Random, *, held_out: bool) -> list[dict[str, object]]:
     """Turns in which the calculator is asked, or not, without regard to whether it is needed."""
     expression, value = sum_or_product(rng, held_out=held_out)
-    asked = {"role": "user", "content": f"What is {expression}?"}
+    question = {"role": "user", "content": f"What is {expression}?"}
     if rng.random() < 0.5:
-        return [asked, _says(f"{expression} = {value}.")]
+        return [question, _says(f"{expression} = {value}.")]
     call = _calls("calculator", f"{expression} = ", expression=expression)
-    return [asked, call, _result("calculator", str(value)), _says(f"{value}.")]
+    return [question, call, _result("calculator", str(value)), _says(f"{value}.")]
 
 
 GUESS = {"role": "user", "content": f"Guess my number, from 1 to {HIGHEST}."}

@@ -81,9 +81,9 @@ def test_the_look_before_training_changes_nothing(adapter, option, workspace, tm
         options.append("adapter.dropout=0.2")
     looked = []
 
-    def look(trainer, **told):
+    def look(trainer, model, **told):
         before, was_training = torch.get_rng_state(), trainer.model.training
-        check_isolation(trainer, **told)
+        check_isolation(trainer, model, **told)
         looked.append(torch.equal(before, torch.get_rng_state()) and trainer.model.training == was_training)
 
     monkeypatch.setattr(training, "check_isolation", look)
@@ -132,7 +132,7 @@ def trainer_of(model):
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "mixtral", "qwen3_moe"])
 def test_rounding_is_not_taken_for_another_document(model_type, dtype):
     model = small_model(model_type, "sdpa").to(dtype).train()
-    check_isolation(trainer_of(model), vocabulary=256, path="m", asked="data.packing")
+    check_isolation(trainer_of(model), model, vocabulary=256, path="m", asked="data.packing")
     assert model.training
 
 
@@ -141,13 +141,14 @@ def test_rounding_is_not_taken_for_another_document(model_type, dtype):
 def test_every_kind_of_leak_is_seen(model_type, dtype):
     model = small_model(model_type, "eager").to(dtype)
     with pytest.raises(RunError, match=r"m: attention leaks between packed documents; set data\.packing=false"):
-        check_isolation(trainer_of(model), vocabulary=256, path="m", asked="data.packing")
+        check_isolation(trainer_of(model), model, vocabulary=256, path="m", asked="data.packing")
 
 
 @pytest.mark.parametrize("model_type", ["lfm3", "qwen3_next"])
 def test_what_a_library_says_of_packed_documents_is_passed_on(model_type):
     with pytest.raises(RunError) as caught:
-        check_isolation(trainer_of(small_model(model_type, "sdpa")), vocabulary=256, path="m", asked="data.packing")
+        model = small_model(model_type, "sdpa")
+        check_isolation(trainer_of(model), model, vocabulary=256, path="m", asked="data.packing")
     assert str(caught.value) == (
         "m does not support packed documents: `causal_conv1d_fn` can't keep packed sequences apart without "
         "`causal_conv1d`. Install `causal_conv1d` to train on packed sequences.; set data.packing=false"

@@ -85,13 +85,12 @@ class GKDTrainer(TokenMeanSFTTrainer):
     def _sampling(self, method: GKDMethod) -> dict[str, Any]:
         ends = self.model.generation_config.eos_token_id or []
         ends = [ends] if isinstance(ends, int) else list(ends)
-        self._end_tokens = list(dict.fromkeys([self.processing_class.eos_token_id, *ends]))
         return {
             "max_new_tokens": method.max_completion_length,
             "do_sample": True,
             "pad_token_id": self.processing_class.pad_token_id,
             "bos_token_id": self.processing_class.bos_token_id,
-            "eos_token_id": self._end_tokens,
+            "eos_token_id": list(dict.fromkeys([self.processing_class.eos_token_id, *ends])),
             **dict(method.generation),
         }
 
@@ -137,8 +136,11 @@ class GKDTrainer(TokenMeanSFTTrainer):
             with torch.no_grad():
                 its = self._redirected(self.teacher_model, teacher, _scored, teacher, inputs, places)
             (head, *_), its_head = fused_heads(self), self._bound
+            hidden, weight, bias = _with_head(student, own)
             divergence, entropy = ChunkedDivergenceFunction.apply(
-                *_with_head(student, own),
+                hidden,
+                weight,
+                bias,
                 *_with_head(teacher, its),
                 self.beta,
                 self.temperature,
@@ -149,7 +151,6 @@ class GKDTrainer(TokenMeanSFTTrainer):
             )
             loss = self.kd_ratio * divergence.sum()
             if self.kd_ratio < 1:
-                hidden, weight, bias = _with_head(student, own)
                 with maybe_gather_lm_head_ctx(weight, bias):
                     log_probs, *_ = ChunkedLogProbFunction.apply(
                         hidden,
@@ -232,7 +233,7 @@ class GKDTrainer(TokenMeanSFTTrainer):
                 generated = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
         finally:
             self.model.train(was_training)
-        return [_ended(row, self._end_tokens) for row in generated[:, width:].tolist()]
+        return [_ended(row, self._generation_kwargs["eos_token_id"]) for row in generated[:, width:].tolist()]
 
 
 def _scored(model: Any, inputs: "Mapping[str, Any]", places: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Group relative policy optimization through TRL's GRPOTrainer, which generates answers and scores them by rewards."""
 
+from contextlib import ExitStack
 from dataclasses import replace
 
 from tunekit.methods.arguments import Parts
@@ -18,11 +19,11 @@ def build(method: GRPOMethod, parts: Parts) -> RunTrainer:
         parts: All else. Rows have a column `prompt` of texts or messages, and others for the rewards.
     """
     use = tool_use(method, parts)
-    try:
-        return _build(method, parts, use)
-    except BaseException:
-        use.close()
-        raise
+    with ExitStack() as started:
+        started.callback(use.close)
+        trainer = _build(method, parts, use)
+        started.pop_all()
+    return trainer
 
 
 def _build(method: GRPOMethod, parts: Parts, use: ToolUse) -> RunTrainer:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
@@ -26,7 +26,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tunekit.estimates.memory.memory import Part
 from tunekit.estimates.throughput.speed import STORAGE_BYTES_PER_SECOND
-from tunekit.methods.environments.episodes import Host
 from tunekit.methods.run_trainer import RunTrainer
 from tunekit.planner.decisions.environment import BYTES_PER_TRAINED
 from tunekit.planner.plan import Plan, Schedule
@@ -46,6 +45,9 @@ from tunekit.training.health_warnings import Trends
 from tunekit.training.measured_memory import held_bytes, resident_bytes, tensors_of
 from tunekit.training.non_finite import Guard
 from tunekit.training.timing import WINDOW_STEPS, Ranks, Timing, Trace
+
+if TYPE_CHECKING:
+    from tunekit.methods.environments.episodes import Host
 
 LONG_SECONDS = 1e9
 """Stand-in for an end that is not in sight, where infinity could not be told from NaN."""

@@ -237,19 +237,17 @@ PROBE_WINDOW = 4
 """Window that it is proved with, where the model has one."""
 
 
-def check_isolation(
-    trainer: "SFTTrainer", *, vocabulary: int, path: str, asked: str, model: "Module | None" = None
-) -> None:
+def check_isolation(trainer: "SFTTrainer", model: Module, *, vocabulary: int, path: str, asked: str) -> None:
     """Check that the logits of a document do not depend on the one before it in a packed row.
 
     The model is unchanged afterwards, and no random number is drawn.
 
     Args:
         trainer: The trainer, before training.
+        model: Its model, or a teacher.
         vocabulary: Number of tokens to make documents of.
         path: The model as the recipe names it.
         asked: The recipe's field to set to false if documents are not isolated.
-        model: The model to check: a teacher; the trained one where left out.
 
     Raises:
         RunError: The second document changes with the first.
@@ -257,7 +255,7 @@ def check_isolation(
     ids = spread_tokens(vocabulary, 3 * DOCUMENT_TOKENS)
     first, other, second = (ids[start::3] for start in range(3))
     try:
-        change = _change(trainer, first, other, second, model)
+        change = _change(trainer, model, first, other, second)
     except (TypeError, ValueError) as error:
         problem = f"{path} does not support packed documents: {str(error).strip()}"
         raise RunError(problem, hint=f"set {asked}=false") from error
@@ -306,7 +304,7 @@ def prove_attention(trainer: "SFTTrainer", *, vocabulary: int, flash: FlashAtten
     hint = "set model.attn_implementation=sdpa"
     with watched_calls() as (calls, windows):
         ids = spread_tokens(vocabulary, 2 * DOCUMENT_TOKENS)
-        _change(trainer, ids[::2], ids[::2], ids[1::2])
+        _change(trainer, trainer.model, ids[::2], ids[::2], ids[1::2])
     handed_on = {call.window for call in calls}
     layer_types = vars(trainer.model.config.get_text_config()).get("layer_types")
     if layer_types is not None and all(name.startswith(("full", "linear")) for name in layer_types):
@@ -376,18 +374,15 @@ def _defined(given: list[torch.Tensor], bounds: list[int], window: int | None) -
     return attended.transpose(1, 2)
 
 
-def _change(
-    trainer: "SFTTrainer", first: list[int], other: list[int], second: list[int], model: "Module | None" = None
-) -> float:
+def _change(trainer: "SFTTrainer", model: Module, first: list[int], other: list[int], second: list[int]) -> float:
     """Return the change of `second`'s logits where `other` precedes it instead of `first`."""
-    model = trainer.model if model is None else model
     # Without dropout, which would draw random numbers.
     with in_evaluation(trainer, model):
         before, after = (_logits(trainer, model, [document, second])[len(first) :] for document in (first, other))
     return ((before - after).abs().max() / before.abs().max()).item()
 
 
-def _logits(trainer: "SFTTrainer", model: "Module", documents: list[list[int]]) -> torch.Tensor:
+def _logits(trainer: "SFTTrainer", model: Module, documents: list[list[int]]) -> torch.Tensor:
     """Logits of documents as the trainer's collator lays them: `(tokens, vocabulary)`, in float32."""
     batch: dict[str, Any] = trainer.data_collator([{"input_ids": document} for document in documents])
     del batch["labels"]

@@ -122,10 +122,11 @@ def prove(trainer: RunTrainer, plan: Plan, record: Record, *, vocabulary: int, s
     packs_media = plan.padding_free and plan.data.media
     if plan.padding_free and not packs_media:
         key = "data.packing" if recipe.data.packing else "data.padding_free"
-        check_isolation(trainer, vocabulary=vocabulary, path=recipe.model.path, asked=key)
+        models = [(recipe.model.path, trainer.model)]
         if has_teacher(recipe.method):
-            teacher, path = trainer.teacher_model, recipe.method.teacher.path
-            check_isolation(trainer, vocabulary=vocabulary, path=path, asked=key, model=teacher)
+            models.append((recipe.method.teacher.path, trainer.teacher_model))
+        for path, model in models:
+            check_isolation(trainer, model, vocabulary=vocabulary, path=path, asked=key)
     if plan.attn_implementation == VARLEN:
         error_bound = prove_attention(trainer, vocabulary=vocabulary, flash=plan.flash_attention)
         record.write("attention", message=error_bound)

@@ -302,7 +302,7 @@ BARE_PROMPTS = (
 
 def are_bare(rows: Rows, tokenizer: "PreTrainedTokenizerBase") -> bool:
     """Return whether prompts are texts, which TRL passes unchanged to a model that has a chat template."""
-    return tokenizer.chat_template is not None and isinstance(rows.rows[0]["prompt"], str)
+    return tokenizer.chat_template is not None and not rows.is_conversational
 
 
 def tokens_of(
