@@ -116,13 +116,16 @@ def test_a_default_learning_rate_from_a_config_of_trl_is_that_of_the_config(meth
         assert re.search(r"arXiv \d{4}\.\d{5}$", rates.source)
         return
     package, file, name = METHODS[method].spec.config
+    module = import_module(f"{package}.{file.removesuffix('.py').replace('/', '.')}")
+    if method == "online_dpo":  # Its trainer is GRPO's.
+        name, module = "OnlineDPOConfig", import_module("trl.experimental.online_dpo")
     assert rates.source == f"TRL's {name}"
-    config = vars(import_module(f"{package}.{file.removesuffix('.py').replace('/', '.')}"))[name]
+    config = vars(module)[name]
     assert {field.name: field.default for field in fields(config)}["learning_rate"] == rates.full
 
 
 def test_the_default_learning_rates_are_described() -> None:
     text = " ".join(explain("train.learning_rate").split())
-    described = re.findall(r"(\de-\d) for ([a-z]+(?:(?:, | and )[a-z]+)*)", text)
+    described = re.findall(r"(\de-\d) for ([a-z_]+(?:(?:, | and )[a-z_]+)*)", text)
     rates = {method: float(rate) for rate, methods in described for method in re.split(", | and ", methods)}
     assert rates == {name: section.spec.learning_rate.full for name, section in METHODS.items()}

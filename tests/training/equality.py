@@ -97,6 +97,7 @@ GRPO = {
 DYNAMIC = {**GRPO, "rewards": ["tests.training.answers:reward_of_some"], "max_resample_times": 2}
 RLOO = {**GRPO, "type": "rloo"}
 GMPO = {**GRPO, "type": "gmpo"}
+ONLINE_DPO = {**GRPO, "type": "online_dpo"}
 KTO = {"type": "kto", "loss_type": "apo_zero_unpaired"}
 """Its other loss estimates a divergence from the rows that are computed at the same time, over all processes."""
 GKD = {
@@ -120,6 +121,8 @@ SUBJECTS = (
     Subject("GRPO LoRA, dynamic sampling", DYNAMIC, "lora", False, "llama", FEW),
     Subject("RLOO LoRA", RLOO, "lora", False, "llama", FEW),
     Subject("GMPO LoRA", GMPO, "lora", False, "llama", FEW),
+    Subject("online DPO LoRA", ONLINE_DPO, "lora", False, "llama", FEW),
+    Subject("online DPO full", ONLINE_DPO, "full", False, "llama", (*FEW, "ZeRO-3 x2")),
     Subject("KTO LoRA", KTO, "lora", False, "qwen3", FEW),
     Subject("reward full", {"type": "reward"}, "full", False, "llama", FEW),
     Subject("GKD full", GKD, "full", False, "llama", (*FEW, "ZeRO-3 x2")),
@@ -172,7 +175,7 @@ def rows_of(subject: Subject, num_rows: int, seed: int = 0) -> Iterator[dict[str
                 yield {"prompt": question, "completion": answer, "label": n % 3 > 0}
             case "dpo" | "orpo" | "cpo" | "reward":
                 yield {"prompt": question, "chosen": answer, "rejected": "no " * (1 + n * 3 % 7)}
-            case "grpo" | "rloo" | "gmpo" | "distillation":
+            case "grpo" | "rloo" | "gmpo" | "online_dpo" | "distillation":
                 yield {"prompt": question}
 
 

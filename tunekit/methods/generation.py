@@ -73,13 +73,11 @@ def arguments_in_groups(method: RewardedMethod, parts: Parts) -> dict[str, Any]:
     return {
         **parts.arguments(),
         "per_device_eval_batch_size": size,
+        **method.own_arguments,
         "num_generations": method.num_generations,
         # All answers of a step at once, and so many steps on them.
         "steps_per_generation": plan.gradient_accumulation_steps,
-        "num_iterations": method.num_iterations,
         "beta": method.beta,
-        "epsilon": method.epsilon,
-        "epsilon_high": method.epsilon_high,
         "mask_truncated_completions": method.mask_truncated_completions,
         "reward_weights": [reward.weight for reward in method.rewards],
         # Of a second model, which TRL loads from where the first came from.

@@ -18,6 +18,7 @@ from tunekit.recipe.methods.gmpo import GMPOMethod
 from tunekit.recipe.methods.grpo import GRPOMethod
 from tunekit.recipe.methods.kto import KTOMethod
 from tunekit.recipe.methods.on_policy import OnPolicyMethod, RewardedMethod, TeacherMethod
+from tunekit.recipe.methods.online_dpo import OnlineDPOMethod
 from tunekit.recipe.methods.orpo import ORPOMethod
 from tunekit.recipe.methods.reward import RewardMethod
 from tunekit.recipe.methods.rloo import RLOOMethod
@@ -26,7 +27,7 @@ from tunekit.recipe.methods.spec import MethodSection
 from tunekit.recipe.sections.section import type_alone
 
 _Offline = SFTMethod | DPOMethod | KTOMethod | ORPOMethod | CPOMethod | RewardMethod | GKDMethod
-_OnPolicy = GRPOMethod | RLOOMethod | GMPOMethod | DistillationMethod
+_OnPolicy = GRPOMethod | RLOOMethod | GMPOMethod | OnlineDPOMethod | DistillationMethod
 Table = _Offline | _OnPolicy
 """The table of methods: a new one is added above."""
 

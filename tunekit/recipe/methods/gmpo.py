@@ -4,11 +4,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tunekit.recipe.methods.on_policy import GenerationSection, RewardedMethod, rewarded_spec
+from tunekit.recipe.methods.on_policy import GenerationSection, PolicyGradientMethod, rewarded_spec
 from tunekit.recipe.methods.spec import LearningRate
 
 
-class GMPOMethod(RewardedMethod):
+class GMPOMethod(PolicyGradientMethod):
     """Geometric-mean policy optimization: GRPO with more stable updates (TRL's GMPOTrainer)."""
 
     spec = rewarded_spec(

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tunekit.recipe.methods.on_policy import AGGREGATIONS, GenerationSection, RewardedMethod, rewarded_spec
+from tunekit.recipe.methods.on_policy import AGGREGATIONS, GenerationSection, PolicyGradientMethod, rewarded_spec
 from tunekit.recipe.methods.spec import LearningRate, OtherSections
 from tunekit.recipe.sections.section import FUNCTION_PATTERN, Conflict, FunctionPath
 from tunekit.recipe.sections.tools import Environment, Tool
@@ -23,7 +23,7 @@ _OF_TOOLS = ("max_tool_calling_iterations", "tool_timeout_seconds", "max_tool_re
 """Settings of tools and environments."""
 
 
-class GRPOMethod(RewardedMethod):
+class GRPOMethod(PolicyGradientMethod):
     """Group relative policy optimization: generate answers, reinforce those with higher rewards (TRL's GRPOTrainer)."""
 
     spec = rewarded_spec(

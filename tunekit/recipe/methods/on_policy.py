@@ -9,7 +9,7 @@ Common half of methods that learn the probabilities of another model, the teache
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -175,15 +175,7 @@ class RewardedMethod(OnPolicyMethod):
     max_completion_length: Annotated[int, Field(gt=0)] = 512
     """Maximum completion length in tokens. Prompts get the rest of `data.max_length`."""
 
-    num_iterations: Annotated[int, Field(gt=0)] = 1
-    """Optimizer steps per generated batch."""
-
-    beta: Annotated[float, Field(ge=0)] = 0.0
-    """KL coefficient: how strongly the model is kept close to the reference. 0: no reference model."""
-
     if TYPE_CHECKING:
-        epsilon: float
-        epsilon_high: float | None
         mask_truncated_completions: bool
 
     always_scores_answers: ClassVar[bool] = False
@@ -196,9 +188,9 @@ class RewardedMethod(OnPolicyMethod):
         return self.num_generations
 
     @property
-    def steps_per_generation(self) -> int:
-        """Optimizer steps on the same answers."""
-        return self.num_iterations
+    def own_arguments(self) -> dict[str, Any]:
+        """Arguments of the loss, by TRL's names."""
+        return {}
 
     @property
     def tool_seconds(self) -> float:
@@ -213,17 +205,18 @@ class RewardedMethod(OnPolicyMethod):
     def passes(self, inputs: PassInputs) -> MethodPasses:
         """Return the passes of an optimizer step."""
         # Once for all steps on the same answers: the reference, and the model that gave them.
-        scores_answers = self.always_scores_answers or self.num_iterations > 1 or inputs.by_vllm
+        scores_answers = self.always_scores_answers or self.steps_per_generation > 1 or inputs.by_vllm
         return replace(
             super().passes(inputs),
             keeps_reference=inputs.is_full and self.beta > 0,
-            num_forwards=((self.beta > 0) + scores_answers) / self.num_iterations,
+            num_forwards=((self.beta > 0) + scores_answers) / self.steps_per_generation,
         )
 
     def summary(self, reference: str) -> tuple[str, str]:
         """Return the choice and the reason of a plan."""
         choice = f"{self.type}, {self.num_generations} completions of up to {self.max_completion_length} tokens"
-        used = "" if self.num_iterations == 1 else f"; used for {self.num_iterations} optimizer steps"
+        times = self.steps_per_generation
+        used = "" if times == 1 else f"; used for {times} optimizer steps"
         return choice, (f"beta {self.beta:g}: {reference}" if self.beta else "beta 0: no reference") + used
 
     def conflicts(self, others: OtherSections) -> Iterator[Conflict]:
@@ -235,11 +228,44 @@ class RewardedMethod(OnPolicyMethod):
             yield Conflict(
                 ("method", "num_generations"), what, "set a divisor: a step uses all completions of a prompt"
             )
-        if train.save_steps is not None and train.save_steps % self.num_iterations:
-            what = f"{train.save_steps} is not a multiple of method.num_iterations {self.num_iterations}"
+        yield from _conflicts_of_trainer_args(self, full=isinstance(others.adapter, FullAdapter))
+
+
+class PolicyGradientMethod(RewardedMethod):
+    """A method that raises the likelihood of answers by how much better than others of the prompt they are."""
+
+    num_iterations: Annotated[int, Field(gt=0)] = 1
+    """Optimizer steps per generated batch."""
+
+    beta: Annotated[float, Field(ge=0)] = 0.0
+    """KL coefficient: how strongly the model is kept close to the reference. 0: no reference model."""
+
+    if TYPE_CHECKING:
+        epsilon: float
+        epsilon_high: float | None
+
+    @property
+    def steps_per_generation(self) -> int:
+        """Optimizer steps on the same answers."""
+        return self.num_iterations
+
+    @property
+    def own_arguments(self) -> dict[str, Any]:
+        """Arguments of the loss, by TRL's names."""
+        return {
+            "num_iterations": self.num_iterations,
+            "epsilon": self.epsilon,
+            "epsilon_high": self.epsilon_high,
+        }
+
+    def conflicts(self, others: OtherSections) -> Iterator[Conflict]:
+        """Yield conflicts with the rest of the recipe, and between settings of the method."""
+        yield from super().conflicts(others)
+        save_steps = others.train.save_steps
+        if save_steps is not None and save_steps % self.num_iterations:
+            what = f"{save_steps} is not a multiple of method.num_iterations {self.num_iterations}"
             hint = "save where new completions are due; checkpoints do not store them"
             yield Conflict(("train", "save_steps"), what, hint)
-        yield from _conflicts_of_trainer_args(self, full=isinstance(others.adapter, FullAdapter))
         yield from self.conflicts_of_loss()
         if self.epsilon_high is not None and self.epsilon_high < self.epsilon:
             what = f"{self.epsilon_high:g} is less than method.epsilon {self.epsilon:g}"

@@ -4,11 +4,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tunekit.recipe.methods.on_policy import GenerationSection, RewardedMethod, rewarded_spec
+from tunekit.recipe.methods.on_policy import GenerationSection, PolicyGradientMethod, rewarded_spec
 from tunekit.recipe.methods.spec import LearningRate
 
 
-class RLOOMethod(RewardedMethod):
+class RLOOMethod(PolicyGradientMethod):
     """REINFORCE leave-one-out: generate answers, reinforce those with higher rewards (TRL's RLOOTrainer)."""
 
     spec = rewarded_spec(

@@ -352,7 +352,7 @@ class Carried:
                 for mode, metrics in trainer.metrics.items()
             },
         }
-        if is_rewarded(self.method) and state.global_step % self.method.num_iterations:
+        if is_rewarded(self.method) and state.global_step % self.method.steps_per_generation:
             carried["answers"] = trainer.buffered_answers
         torch.save(carried, Path(folder) / carried_name(self.place.rank))
         if self._reference_follows() and self.place.is_main:
