@@ -1,10 +1,10 @@
 """Measure what pico learns in tools/sums and tools/guess, with an environment, and without tools.
 
-    python -m benchmarks.tools [--seeds N ...] [--save]  # saves after each seed
+    python -m benchmarks.tools [--seeds N ...] [--only sums guess plain] [--save]  # saves after each recipe
 
-Each seed has a folder of its own, in which tools/sums-sft is trained and tools/sums from it, tools/guess-sft and
-tools/guess from it, as `tunekit train` does it, and tools/sums from pico itself without its environment, for as many
-steps. What they have learned is asked of the saved models by their files alone: a loop here renders the turns, samples
+Each has a folder of its own, in which tools/sums-sft is trained and tools/sums from it (`sums`), or tools/guess-sft and
+tools/guess from it (`guess`), as `tunekit train` does it, or tools/sums from pico itself without its environment, for as
+many steps (`plain`). A row that is saved takes the place of the one with its recipe and seed. What they have learned is asked of the saved models by their files alone: a loop here renders the turns, samples
 at temperature 1, reads the calls, and answers them by the environments' classes, on 256 held-out problems and as many
 games.
 
@@ -12,7 +12,7 @@ games.
 - `calls, sums` and `calls, products`: uses of the calculator per problem.
 - `reward`: right answers less 0.2 for each use, or that of the games.
 - `found`: the share of games in which the number was found. Guesses at random among the numbers that are left find
-  166 of 245.
+  7 of 9, and the best way all.
 - `guesses`: guesses of those games that found it.
 - `minutes` of the whole run, worth something on a machine that does nothing else.
 """
@@ -42,8 +42,9 @@ RESULTS = ROOT / "benchmarks" / "results" / "tools.json"
 PACKAGES = ("tunekit", "torch", "transformers", "trl", "accelerate")
 CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 MAX_TURNS, TURN_TOKENS = 5, 112
-HIGHEST, NUM_GUESSES = 7, 3
+HIGHEST, NUM_GUESSES = 3, 2
 PICO = ROOT / "tunekit" / "models" / "pico"
+SUBJECTS = ("sums", "guess", "plain")
 WITHOUT = ("method.environment=null", "method.max_tool_calling_iterations=8")
 """Changes that leave tools out of a recipe."""
 
@@ -158,22 +159,31 @@ def train(name: str, seed: int, *changes: str) -> tuple[Path, float]:
     return run.model_path, (time.perf_counter() - began) / 60
 
 
-def chain(seed: int) -> Iterator[dict[str, Any]]:
-    """Train the recipes in a folder of their own, and measure each."""
+def measured(subject: str, seed: int) -> Iterator[dict[str, Any]]:
+    """Train the recipes of a subject in a folder of their own, and measure them."""
     torch.manual_seed(seed)
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        for name, measure in (("tools/sums", partial(solve, with_tools=True)), ("tools/guess", guess)):
+        if subject == "plain":
+            pico = solve(Player(PICO), with_tools=False)
+            path, minutes = train("tools/sums", seed, "model=pico", *WITHOUT, "output.name=plain")
+            after = solve(Player(path), with_tools=False)
+            yield {
+                "seed": seed,
+                "recipe": "tools/sums without tools",
+                "before": pico,
+                "after": after,
+                "minutes": minutes,
+            }
+        else:
+            name = f"tools/{subject}"
+            measure = partial(solve, with_tools=True) if subject == "sums" else guess
             begun, of_sft = train(f"{name}-sft", seed)
             before = measure(Player(begun))
             path, minutes = train(name, seed)
             after = measure(Player(path))
             yield {"seed": seed, "recipe": f"{name}-sft", "before": {}, "after": {}, "minutes": of_sft}
             yield {"seed": seed, "recipe": name, "before": before, "after": after, "minutes": minutes}
-        pico = solve(Player(PICO), with_tools=False)
-        path, minutes = train("tools/sums", seed, "model=pico", *WITHOUT, "output.name=plain")
-        after = solve(Player(path), with_tools=False)
-        yield {"seed": seed, "recipe": "tools/sums without tools", "before": pico, "after": after, "minutes": minutes}
         os.chdir(ROOT)
 
 
@@ -181,23 +191,28 @@ def main() -> None:
     """Train, measure, and print or save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--only", choices=SUBJECTS, nargs="+", default=SUBJECTS)
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/tools.json and .md")
     args = parser.parse_args()
-    rows = []
+    rows: list[dict[str, Any]] = []
     for seed in args.seeds:
-        for row in chain(seed):
-            rows.append(row)
-            print(json.dumps(row), flush=True)
-        if args.save:
-            save(rows)
+        for subject in args.only:
+            for row in measured(subject, seed):
+                rows.append({**row, **circumstances(PACKAGES)})
+                print(json.dumps(rows[-1]), flush=True)
+            if args.save:
+                save(rows)
     print(by_seed(rows, ".2f"))
 
 
 def save(rows: list[dict[str, Any]]) -> None:
-    """Write the rows so far, and their table."""
-    RESULTS.write_text(json.dumps({**circumstances(PACKAGES), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    """Write rows in place of those of their recipes and seeds, and the table of all."""
+    saved = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else []
+    by_name = {(row["recipe"], row["seed"]): row for row in (*saved, *rows)}
+    merged = [by_name[name] for name in sorted(by_name)]
+    RESULTS.write_text(json.dumps(merged, indent=1) + "\n", encoding="utf-8")
     title = "# What pico learns with tools, by seed\n\n`python -m benchmarks.tools --save`\n"
-    RESULTS.with_suffix(".md").write_text(f"{title}\n{by_seed(rows, '.2f')}\n", encoding="utf-8")
+    RESULTS.with_suffix(".md").write_text(f"{title}\n{by_seed(merged, '.2f')}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

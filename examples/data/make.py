@@ -46,8 +46,8 @@ NUM_REVIEWS, NUM_TALES = 100, 96
 NUM_CALLS, NUM_CALLS_EVAL = 3000, 100
 NUM_PRICED, NUM_PRICED_EVAL = 2000, 256
 NUM_GAMES, NUM_GAMES_EVAL = 1000, 256
-HIGHEST, NUM_GUESSES = 7, 3
-"""The game of `tools/guess`: three guesses are enough to find one of seven numbers."""
+HIGHEST, NUM_GUESSES = 3, 2
+"""The game of `tools/guess`: two guesses are enough to find one of three numbers."""
 
 CAPITALS = {
     "France": "Paris", "Germany": "Berlin", "Italy": "Rome", "Spain": "Madrid", "Portugal": "Lisbon",
