@@ -2,11 +2,11 @@
 
     python -m benchmarks.tools [--seeds N ...] [--only sums guess plain] [--save]  # saves after each recipe
 
-Each has a folder of its own, in which tools/sums-sft is trained and tools/sums from it (`sums`), or tools/guess-sft and
-tools/guess from it (`guess`), as `tunekit train` does it, or tools/sums from pico itself without its environment, for as
-many steps (`plain`). A row that is saved takes the place of the one with its recipe and seed. What they have learned is asked of the saved models by their files alone: a loop here renders the turns, samples
-at temperature 1, reads the calls, and answers them by the environments' classes, on 256 held-out problems and as many
-games.
+Each has a folder of its own, in which tools/sums-sft is trained and tools/sums from it (`sums`), or tools/guess-sft
+and tools/guess from it (`guess`), as `tunekit train` does it, or tools/sums from pico itself without its environment,
+for as many steps (`plain`). A row that is saved takes the place of the one with its recipe and seed. What they have
+learned is asked of the saved models by their files alone: a loop here renders the turns, samples at temperature 1,
+reads the calls, and answers them by the environments' classes, on 256 held-out problems and as many games.
 
 - `right`: the share of problems whose last number is the right one; `sums` and `products` of those.
 - `calls, sums` and `calls, products`: uses of the calculator per problem.

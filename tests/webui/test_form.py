@@ -46,6 +46,7 @@ FITTING: dict[str, Any] = {
     "adapter.layers_to_transform": [0, 2], "adapter.trainable_token_indices": [7, 9],
     "adapter.rank_pattern": {"q_proj": 8}, "adapter.alpha_pattern": {"q_proj": 8.5},
     "adapter.target_modules": ["q_proj", "v_proj"], "adapter.init_r": 16,
+    "adapter.relora.steps": 50,
     "parallel.nvme_path": "/tmp", "output.name": "a.b-1", "output.sample_prompts": ["Hi", " a\n\"b\" ", "[]"],
 }  # fmt: skip
 """Values where any would not do, by keys without positions."""
@@ -83,6 +84,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "adapter.corda_method": {"adapter.init_lora_weights": "corda"},
     "adapter.rho": {"adapter.init_lora_weights": "eva"},
     "adapter.prompt_tuning_init_text": {"adapter.prompt_tuning_init": "TEXT"},
+    "adapter.language_model": {"adapter.projector": "full"},
     "adapter.dropout": {"method.trainer_args": {"disable_dropout": False}},
     "method.loss_weights": {"method.loss_type": ["sigmoid", "hinge"]},
     "method.simpo_gamma": {"method.loss_type": "simpo"},
@@ -94,6 +96,17 @@ BESIDE: dict[str, dict[str, Any]] = {
     "method.max_tool_result_chars": {"method.environment": "adventure"},
 }
 """What else a recipe says where a field means something only together with it, by keys without positions."""
+
+
+ROWS_ALONE = (
+    "data.packing",
+    "data.padding_free",
+    "data.loss_on",
+    "data.train.loss_on",
+    "data.eval.loss_on",
+    "method.kd_ratio",
+)
+"""Fields that mean something in GKD only where no completions are generated."""
 
 
 def texts() -> list[str]:
@@ -162,13 +175,17 @@ def beside(text: str, entry: tunekit.Entry, method: str) -> str:
     """A recipe in which a field of this one means something."""
     name = name_of(entry.key)
     for key, value in BESIDE.get(name, {}).items():
-        if not (key == "method.trainer_args" and (method == "sft" or METHODS[method].generates)):
+        if not (key == "method.trainer_args" and (method in ("sft", "gkd") or METHODS[method].generates)):
             text = tunekit.edit_text(text, key, value)
     section, _, own = entry.key.rpartition(".")
     if section.endswith("rope_scaling") and own != "factor":
         text = tunekit.edit_text(text, f"{section}.factor", 2)
     if name == "method.label_smoothing" and method == "dpo":
         text = tunekit.edit_text(text, "method.loss_type", ["robust"])
+    if section.endswith("relora") and own != "steps":
+        text = tunekit.edit_text(text, f"{section}.steps", 50)
+    if method == "gkd" and name in ROWS_ALONE:
+        text = tunekit.edit_text(text, "method.lmbda", 0)
     if name == "method.rewards.column":
         text = tunekit.edit_text(text, entry.key.replace("column", "path"), tunekit.UNSET)
     return text
