@@ -115,6 +115,17 @@ def test_a_plan_tells_what_stops_it_early():
     assert steps.why.endswith("; stops early once 3 consecutive evaluations do not improve eval_loss by more than 0.01")
 
 
+def test_a_plan_tells_that_a_single_step_of_warmup_trains_nothing():
+    (alone, none, two) = (
+        reason(planned(train={"lr_scheduler_type": "cosine", **train}), "steps").why
+        for train in ({"max_steps": 1}, {"max_steps": 1, "warmup_steps": 0}, {"max_steps": 2})
+    )
+    assert alone.endswith(
+        "; warm-up begins at learning rate 0: the model stays as it is unless train.warmup_steps is 0"
+    )
+    assert "warm-up" not in none + two
+
+
 @pytest.mark.parametrize(
     ("train", "num_eval", "why", "hint"),
     [
