@@ -121,7 +121,7 @@ def test_a_plan_tells_that_a_single_step_of_warmup_trains_nothing():
         for train in ({"max_steps": 1}, {"max_steps": 1, "warmup_steps": 0}, {"max_steps": 2})
     )
     assert alone.endswith(
-        "; warm-up begins at learning rate 0: the model stays as it is unless train.warmup_steps is 0"
+        "; warm-up begins at learning rate 0: the weights do not change unless train.warmup_steps is 0"
     )
     assert "warm-up" not in none + two
 

@@ -715,7 +715,7 @@ def steps_reason(recipe: Recipe, data: DataFacts, schedule: Schedule | None) -> 
     if schedule.eval_steps is not None:
         why += f"; evaluation on {data.num_eval:,} every {schedule.eval_steps} steps"
     if schedule.num_steps == schedule.warmup_steps == 1 and train.lr_scheduler_type != "constant":
-        why += "; warm-up begins at learning rate 0: the model stays as it is unless train.warmup_steps is 0"
+        why += "; warm-up begins at learning rate 0: the weights do not change unless train.warmup_steps is 0"
     choice = f"{schedule.num_steps}, {schedule.warmup_steps} of warmup"
     if train.early_stopping_patience is None:
         return Reason(topic="steps", choice=choice, why=why)
