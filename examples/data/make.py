@@ -12,8 +12,8 @@
 - `sums.jsonl`, `sums_eval.jsonl`: sums of three digits, and what they come to.
 
 - `priced_calls.jsonl.gz`, `priced_calls_eval.jsonl.gz`: sums and products, of which every second one asks a calculator.
-- `games_calls.jsonl.gz`, `games_calls_eval.jsonl.gz`: games in which a number is guessed by calls, anywhere in what the
-  hints have left.
+- `games_calls.jsonl.gz`, `games_calls_eval.jsonl.gz`: games in which a number is guessed by calls, any number whatever
+  the hints.
 - `priced.jsonl`, `priced_eval.jsonl`: sums and products of two digits, and what they come to.
 - `games.jsonl`, `games_eval.jsonl`: the prompt of a game, once for each game.
 
@@ -330,17 +330,16 @@ GUESS = {"role": "user", "content": f"Guess my number, from 1 to {HIGHEST}."}
 
 
 def with_guesses(rng: random.Random) -> list[dict[str, object]]:
-    """Turns of a game, in which each guess is any of the numbers that are left."""
+    """Turns of a game, in which each guess is any of the numbers, whatever the hints."""
     game = GuessNumber(HIGHEST, NUM_GUESSES)
     game.reset(seed=rng.getrandbits(32))
-    low, high, turns = 1, HIGHEST, [GUESS]
+    turns = [GUESS]
     while True:
-        number = rng.randint(low, high)
+        number = rng.randint(1, HIGHEST)
         hint = game.guess(number)
         turns += [_calls("guess", "", number=number), _result("guess", hint)]
         if hint == "right" or "over" in hint:
             return [*turns, _says("I found it." if hint == "right" else "I did not find it.")]
-        low, high = map(int, hint.partition(", ")[2].split(" to "))
 
 
 def priced_calls(num: int, *, held_out: bool) -> list[dict[str, object]]:
