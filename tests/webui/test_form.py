@@ -182,8 +182,9 @@ def beside(text: str, entry: tunekit.Entry, method: str) -> str:
         text = tunekit.edit_text(text, f"{section}.factor", 2)
     if name == "method.label_smoothing" and method == "dpo":
         text = tunekit.edit_text(text, "method.loss_type", ["robust"])
-    if section.endswith("relora") and own != "steps":
-        text = tunekit.edit_text(text, f"{section}.steps", 50)
+    if section.endswith("relora"):
+        text = tunekit.edit_text(text, "adapter.type", "lora")
+        text = text if own == "steps" else tunekit.edit_text(text, f"{section}.steps", 50)
     if method == "gkd" and name in ROWS_ALONE:
         text = tunekit.edit_text(text, "method.lmbda", 0)
     if name == "method.rewards.column":
