@@ -194,7 +194,7 @@ def test_what_is_wrong_does_not_fit_the_json_schema(change: dict[str, Any]) -> N
 
 def test_a_key_that_variants_mean_otherwise_is_told_for_each() -> None:
     heads = [text.partition("\n")[0] for text in explain("method.beta").split("\n\n")]
-    assert heads[0] == "method.beta: a number greater than 0; default 0.1; with method.type dpo or kto"
+    assert heads[0] == "method.beta: a number greater than 0; default 0.1; with method.type dpo or kto or online_dpo"
     assert any(
         re.match(r"method.beta: a number of at least 0; default 0.0; with method.type grpo\b", head) for head in heads
     )

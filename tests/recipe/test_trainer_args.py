@@ -66,9 +66,9 @@ def test_the_defaults_of_a_method_are_those_of_trl(method: str) -> None:
     if method == "online_dpo":  # Its trainer is GRPO's; TRL's own has no groups, but pairs.
         from trl.experimental.online_dpo import OnlineDPOConfig
 
-        given = {field.name: field for field in dataclasses.fields(OnlineDPOConfig)}
-        assert (section.num_generations, section.loss_type) == (2, given["loss_type"].default)
-        assert [section.beta] == given["beta"].default_factory()
+        own = {field.name: field for field in dataclasses.fields(OnlineDPOConfig)}
+        assert (section.num_generations, section.loss_type) == (2, own["loss_type"].default)
+        assert [section.beta] == own["beta"].default_factory()
         deliberate |= {"beta", "loss_type", "num_generations"}
     ours = {name: value for name, value in section if name in real and name not in deliberate}
     assert ours == {name: real[name] for name in ours}

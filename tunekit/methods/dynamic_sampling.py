@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import pad
 
+from tunekit.methods.generation import group_rewards
+
 if TYPE_CHECKING:
     from tunekit.methods.run_trainer import RunTrainer
 
@@ -79,11 +81,10 @@ class DynamicSampling:
 
     def _signal(self) -> torch.Tensor:
         """Return for each group of all processes whether its completions have different rewards."""
-        rewards, weights = self._rewards, self._trainer.reward_weights.to(self._rewards.device)
-        total = (rewards * weights).nansum(1).view(-1, self._trainer.num_generations)
-        is_scored = ~rewards.isnan().all(1).view_as(total)
-        high = total.masked_fill(~is_scored, -torch.inf).amax(1)
-        low = total.masked_fill(~is_scored, torch.inf).amin(1)
+        trainer = self._trainer
+        total = group_rewards(self._rewards, trainer.reward_weights, trainer.num_generations)
+        high = total.masked_fill(total.isnan(), -torch.inf).amax(1)
+        low = total.masked_fill(total.isnan(), torch.inf).amin(1)
         differ: torch.Tensor = high > low
         return differ
 

@@ -28,6 +28,7 @@ from tunekit.recipe.methods.on_policy import SERVER_HINT, OnPolicyMethod, Reward
 from tunekit.recipe.sections.data import DataSection
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
 
@@ -185,6 +186,18 @@ def rewarded_trainer(
     learns_entropy = method.type == "grpo" and trainer._entropy_bonus_enabled
     replace_heads(trainer, entropy_gradient=learns_entropy, keeps_trls=parts.head == "tiles")
     return trainer
+
+
+def group_rewards(rewards: "Tensor", weights: "Tensor", num_generations: int) -> "Tensor":
+    """Return the weighted sums of rewards, `(groups, completions)`; NaN where a completion has none.
+
+    Args:
+        rewards: Of each reward, `(completions, rewards)`, NaN where it had nothing to say.
+        weights: Of each reward, `(rewards,)`.
+        num_generations: Completions of a group, which stand one behind the other.
+    """
+    total = (rewards * weights.to(rewards.device)).nansum(1)
+    return total.masked_fill(rewards.isnan().all(1), float("nan")).view(-1, num_generations)
 
 
 def _keep_unpadded(trainer: RunTrainer) -> None:

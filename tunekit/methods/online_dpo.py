@@ -9,6 +9,7 @@ the model that is about to be trained, which gives the loss of each pair and its
 either completion. A micro-batch then adds its own completions' part of the gradient.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
 from tunekit.methods.arguments import Parts
-from tunekit.methods.generation import rewarded_trainer
+from tunekit.methods.generation import group_rewards, rewarded_trainer
 from tunekit.methods.run_trainer import RunTrainer
 from tunekit.recipe.methods.online_dpo import OnlineDPOMethod
 
@@ -61,8 +62,7 @@ class OnlineDPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _calculate_rewards(self, *args: Any) -> Tensor:
         rewards: Tensor = super()._calculate_rewards(*args)
-        weighted = (rewards * self.reward_weights.to(rewards.device)).nansum(1)
-        self._rewards = weighted.masked_fill(rewards.isnan().all(1), torch.nan)
+        self._rewards = rewards
         return rewards
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
@@ -74,11 +74,12 @@ class OnlineDPOTrainer(GRPOTrainer):  # type: ignore[misc]
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
             log_probs, _ = self._score(self.model, scored, self.args.per_device_train_batch_size)
             own = ((log_probs - scored["ref_per_token_logps"]) * mask).sum(1)
-        ratios = self.accelerator.gather(own)
-        is_masked = self.accelerator.gather(mask.sum(1) == 0)
-        rewards = self._rewards.masked_fill(is_masked, torch.nan)
-        pairs = Pairs.of(rewards.view(-1, num_generations), ratios.view(-1, num_generations))
-        losses, slopes = pairs.losses(self._preference_loss, self.beta)
+        ratios = self.accelerator.gather(own).view(-1, num_generations)
+        is_masked = self.accelerator.gather(mask.sum(1) == 0).view(-1, num_generations)
+        rewards = group_rewards(self._rewards, self.reward_weights, num_generations)
+        pairs = Pairs.of(rewards.masked_fill(is_masked, torch.nan), ratios)
+        # Their mean over completions is that of the pairs over groups.
+        losses, slopes = (value * num_generations for value in pairs.losses(self._preference_loss, self.beta))
         start = self.accelerator.process_index * len(own)
         scored["pair_losses"] = losses.flatten()[start : start + len(own)]
         scored["pair_slopes"] = slopes.flatten()[start : start + len(own)]
@@ -106,8 +107,7 @@ class OnlineDPOTrainer(GRPOTrainer):  # type: ignore[misc]
         weighted = inputs["pair_slopes"] * (log_probs * mask).sum(1)
         # The value of the loss, with the gradient by these completions.
         of_completions = inputs["pair_losses"] + weighted - weighted.detach()
-        num_generations = self.num_generations if mode == "train" else self.num_generations_eval
-        loss: Tensor = of_completions.mean() * num_generations
+        loss: Tensor = of_completions.mean()
         log_ratio = (inputs["ref_per_token_logps"] - log_probs).detach()
         kl = log_ratio.exp() - log_ratio - 1
         sums = torch.stack([(kl * mask).sum(), (entropies.detach() * mask).sum(), mask.sum()])
@@ -117,6 +117,7 @@ class OnlineDPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return loss / (self.current_gradient_accumulation_steps if mode == "train" else 1)
 
 
+@dataclass(frozen=True)
 class Pairs:
     """The best and the worst completion of each group.
 
@@ -127,8 +128,10 @@ class Pairs:
         differ: Whether the two have different rewards, `(groups, 1)`.
     """
 
-    def __init__(self, ratios: Tensor, best: Tensor, worst: Tensor, differ: Tensor) -> None:
-        self.ratios, self.best, self.worst, self.differ = ratios, best, worst, differ
+    ratios: Tensor
+    best: Tensor
+    worst: Tensor
+    differ: Tensor
 
     @classmethod
     def of(cls, rewards: Tensor, ratios: Tensor) -> "Pairs":
@@ -152,7 +155,7 @@ class Pairs:
 
         Args:
             loss_type: `sigmoid` or `ipo`.
-            beta: How strongly the model is kept close to the reference.
+            beta: Factor on the log-ratios.
         """
         margins = self.margins
         if loss_type == "sigmoid":

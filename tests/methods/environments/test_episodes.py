@@ -394,9 +394,9 @@ def test_a_signal_to_a_process_that_was_just_forked_is_not_lost(trouble, monkeyp
     assert module.os is os, "imported here before forks are slow there"
     monkeypatch.setenv("FORK_SECONDS", "0.3")
     episode, _ = trouble(limits=Limits(60.0, 100))
-    made = episode()
-    made.reset()
-    assert json.loads(made.terminate()) == [-signal.SIGTERM, -signal.SIGTERM]
+    instance = episode()
+    instance.reset()
+    assert json.loads(instance.terminate()) == [-signal.SIGTERM, -signal.SIGTERM]
 
 
 def test_signals_that_stop_a_run_end_neither_host_nor_instances(trouble):

@@ -30,7 +30,7 @@ class OnlineDPOMethod(RewardedMethod):
     divide `train.global_batch_size`."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """How strongly the model is kept close to the reference."""
+    """KL coefficient: the higher, the closer the model stays to the reference."""
 
     mask_truncated_completions: bool = False
     """Exclude completions that reach `max_completion_length` from preferences."""
