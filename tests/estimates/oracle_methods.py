@@ -48,6 +48,7 @@ from tunekit.estimates.memory.memory import MemoryEstimate, estimate
 from tunekit.estimates.passes import passes_of
 from tunekit.methods.distillation import compute_under_autocast
 from tunekit.methods.run_trainer import run_trainer
+from tunekit.methods.sdft import SDFTTrainer
 from tunekit.recipe.methods import Method
 from tunekit.recipe.methods.distillation import DistillationMethod
 from tunekit.recipe.methods.dpo import DPOMethod
@@ -57,6 +58,7 @@ from tunekit.recipe.methods.on_policy import OnPolicyMethod
 from tunekit.recipe.methods.orpo import ORPOMethod
 from tunekit.recipe.methods.reward import RewardMethod
 from tunekit.recipe.methods.rloo import RLOOMethod
+from tunekit.recipe.methods.sdft import SDFTMethod
 from tunekit.recipe.sections.adapters import FullAdapter
 from tunekit.recipe.sections.data import DataSection
 
@@ -87,17 +89,19 @@ class MethodStep:
 
 
 class MaskedBytes(LiveBytes):
-    """Counts as `LiveBytes`, and gives what a mask selects the shape that it has where `share` of it is true."""
+    """Counts as `LiveBytes`, and gives what a mask selects the shape that it has where `share` of it is true.
 
-    def __init__(self, own: Iterable[torch.Tensor], share: float) -> None:
+    Of a tensor whose places are asked for, `found` is true.
+    """
+
+    def __init__(self, own: Iterable[torch.Tensor], share: float, found: float) -> None:
         super().__init__(own)
-        self.share = share
+        self.share, self.found = share, found
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         aten = torch.ops.aten
         if func is aten.nonzero.default:
-            # Half of the answers are good.
-            shape = (args[0].numel() // 2, args[0].dim())
+            shape = (round(self.found * args[0].numel()), args[0].dim())
             return super().__torch_dispatch__(aten.new_empty.default, types, (args[0], shape), {"dtype": torch.long})
         mask = args[1] if func is aten.masked_select.default else None
         if func is aten.index.Tensor and args[1][0] is not None and args[1][0].dtype == torch.bool:
@@ -167,7 +171,7 @@ class _FusedLogProbs(torch.autograd.Function):
 OUTPUTS = {
     "dpo": ("log_probs", "entropy", "mean_logits", "is_top1"),
     "kto": ("log_probs", "entropy", "mean_logits"),
-    **dict.fromkeys(("grpo", "rloo", "distillation"), ("log_probs", "entropy")),
+    **dict.fromkeys(("grpo", "rloo", "distillation", "sdft"), ("log_probs", "entropy")),
 }
 """What TRL's trainers have their head in tiles give; the others call the model's own."""
 
@@ -218,8 +222,10 @@ def trace(method_step: MethodStep, device: Literal["cpu", "cuda"] = "cuda") -> T
         is_pair = method.type in ("dpo", "orpo", "cpo", "reward")
         shape = (step.batch * (2 if is_pair else 1), step.length)
         # The mask of distillation is one of the answers alone.
-        share = 1.0 if isinstance(method, DistillationMethod) else method_step.scored_tokens / (step.length - 1)
-        tracker = MaskedBytes(own, share)
+        is_answers = isinstance(method, DistillationMethod | SDFTMethod)
+        share = 1.0 if is_answers else method_step.scored_tokens / (step.length - 1)
+        # Half of KTO's answers are good.
+        tracker = MaskedBytes(own, share, found=1.0 if isinstance(method, SDFTMethod) else 0.5)
         watch(base, tracker)
         _watch_reference(reference or base, tracker)
         with tracker:
@@ -342,6 +348,8 @@ def _inputs(method_step: MethodStep, shape: tuple[int, int]) -> dict[str, torch.
         "prompt_mask": ones[:, :prompt].clone(),
         "completion_ids": ids[:, prompt:].clone(),
         "completion_mask": ones[:, prompt:].clone(),
+        "teacher_ids": ids[:, :prompt].clone(),
+        "teacher_mask": ones[:, :prompt].clone(),
         "advantages": torch.zeros(shape[0]),
         "num_items_in_batch": torch.tensor(1.0),
     }
@@ -368,6 +376,8 @@ def _trainer(method: Method) -> Any:
             return _rloo_trainer(method)
         case DistillationMethod():
             return _distillation_trainer(method)
+        case SDFTMethod():
+            return _sdft_trainer(method)
     raise AssertionError(method.type)
 
 
@@ -430,6 +440,19 @@ def _distillation_trainer(method: DistillationMethod) -> DistillationTrainer:
     trainer.args = DistillationConfig(output_dir="unused", use_cpu=True, bf16=False, beta=method.beta)
     trainer.beta, trainer.temperature, trainer._is_vlm = method.beta, 1.0, False
     trainer.model_kwarg_keys, trainer._metrics = (), {"train": defaultdict(list)}
+    trainer._forward_redirection = trl.trainer.distillation_trainer._ForwardRedirection()
+    compute_under_autocast(trainer)
+    return trainer
+
+
+def _sdft_trainer(method: SDFTMethod) -> SDFTTrainer:
+    """A trainer with what its loss looks at, as its constructor sets it."""
+    kind = run_trainer(SDFTTrainer)
+    trainer: SDFTTrainer = kind.__new__(kind)
+    trainer.args = DistillationConfig(output_dir="unused", use_cpu=True, bf16=False, beta=method.beta)
+    trainer.beta, trainer.temperature, trainer._metrics = method.beta, 1.0, {"train": defaultdict(list)}
+    trainer._num_skipped, trainer._without_adapter = 0, method.teacher_model_kind == "base"
+    trainer._bound = {"logit_scale": 1.0, "final_logit_softcapping": None}
     trainer._forward_redirection = trl.trainer.distillation_trainer._ForwardRedirection()
     compute_under_autocast(trainer)
     return trainer

@@ -30,6 +30,7 @@ from tunekit.recipe.methods.kto import KTOMethod
 from tunekit.recipe.methods.orpo import ORPOMethod
 from tunekit.recipe.methods.reward import RewardMethod
 from tunekit.recipe.methods.rloo import RLOOMethod
+from tunekit.recipe.methods.sdft import SDFTMethod
 from tunekit.recipe.methods.sft import SFTMethod
 from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
 from tunekit.recipe.sections.data import DataSection
@@ -283,6 +284,32 @@ def test_a_step_of_distillation_needs_what_trls_loss_allocates(adapter, dtype, b
     known = {phase: constant + traced.step_bytes[phase] for phase in estimated.phases if phase in traced.step_bytes}
     assert set(estimated.phases) - set(known) == {"load", "generation"}
     # The head comes with the comparison; its own forward pass is reckoned with and is not there.
+    assert known.pop("forward") < estimated.phases["forward"] < known["reference"]
+    assert {phase: estimated.phases[phase] for phase in known} == {
+        phase: pytest.approx(size, rel=0.03) for phase, size in known.items()
+    }
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("adapter", "dtype", "kind"),
+    [
+        ("full", "bfloat16", "base"),
+        ("lora", "bfloat16", "base"),
+        ("lora", "float32", "live"),
+        ("full", "float32", "live"),
+    ],
+)
+def test_a_step_of_self_distillation_needs_what_its_loss_allocates(adapter, dtype, kind):
+    """Within a thirtieth in every phase, but for the full model's copy, whose pass is one of the reference."""
+    method = SDFTMethod(max_completion_length=768, teacher_model_kind=kind)
+    how = {"checkpointing": False, "dtype": dtype, "accumulates": False, "rows": "padded"}
+    one = MethodStep(Step("llama", tuple(SIZES.items()), ADAPTERS[adapter], 4, length=1024, **how), method)
+    traced, estimated = trace(one), estimate_of(one)
+    assert estimated.confidence == "closed form"
+    constant = traced.weights_bytes + traced.optimizer_bytes
+    known = {phase: constant + traced.step_bytes[phase] for phase in estimated.phases if phase in traced.step_bytes}
+    assert set(estimated.phases) - set(known) == {"load", "generation"}
     assert known.pop("forward") < estimated.phases["forward"] < known["reference"]
     assert {phase: estimated.phases[phase] for phase in known} == {
         phase: pytest.approx(size, rel=0.03) for phase, size in known.items()

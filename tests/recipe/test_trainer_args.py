@@ -70,6 +70,12 @@ def test_the_defaults_of_a_method_are_those_of_trl(method: str) -> None:
         assert (section.num_generations, section.loss_type) == (2, own["loss_type"].default)
         assert [section.beta] == own["beta"].default_factory()
         deliberate |= {"beta", "loss_type", "num_generations"}
+    if method == "sdft":  # Its trainer is that of distillation. The paper has the reverse divergence, TRL half of each.
+        from trl.experimental.sdft import SDFTConfig
+
+        own = {field.name: field.default for field in dataclasses.fields(SDFTConfig)}
+        deliberate |= {name for name, _ in section if name in own and name != "type"} - {"trainer_args"}
+        assert {name: dict(section)[name] for name in deliberate} == {name: own[name] for name in deliberate}
     ours = {name: value for name, value in section if name in real and name not in deliberate}
     assert ours == {name: real[name] for name in ours}
     others = {"type", "trainer_args", "rewards", "generation", "teacher"}

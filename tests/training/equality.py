@@ -108,6 +108,7 @@ GKD = {
     "generation": {"top_k": 1},
 }
 DISTILLATION = {**GKD, "type": "distillation"}
+SDFT = {"type": "sdft", "max_completion_length": 8, "generation": {"top_k": 1}}
 FEW = ("DDP x2", "FSDP2 x2", "ZeRO-2 x2")
 IN_4_BITS = (*FEW, "FSDP2 no reshard x2", "FSDP2 hybrid 2x2")
 SUBJECTS = (
@@ -127,6 +128,8 @@ SUBJECTS = (
     Subject("reward full", {"type": "reward"}, "full", False, "llama", FEW),
     Subject("GKD full", GKD, "full", False, "llama", (*FEW, "ZeRO-3 x2")),
     Subject("distillation full", DISTILLATION, "full", False, "llama", (*FEW, "ZeRO-3 x2")),
+    Subject("SDFT full", SDFT, "full", False, "llama", (*FEW, "ZeRO-3 x2")),
+    Subject("SDFT LoRA", SDFT, "lora", False, "qwen3", FEW),
     Subject("GKD LoRA, packed", {"type": "gkd", "teacher": "teacher", "lmbda": 0}, "lora", True, "qwen3", FEW),
     Subject("SFT QLoRA", {"type": "sft"}, "qlora", False, "llama", IN_4_BITS),
     Subject("SFT QLoRA, packed", {"type": "sft"}, "qlora", True, "qwen3", IN_4_BITS),
@@ -177,6 +180,8 @@ def rows_of(subject: Subject, num_rows: int, seed: int = 0) -> Iterator[dict[str
                 yield {"prompt": question, "chosen": answer, "rejected": "no " * (1 + n * 3 % 7)}
             case "grpo" | "rloo" | "gmpo" | "online_dpo" | "distillation":
                 yield {"prompt": question}
+            case "sdft":
+                yield {"prompt": question, "privileged_context": answer}
 
 
 def write_rows(path: Path, rows: Iterator[dict[str, Any]]) -> str:

@@ -46,12 +46,12 @@ from tunekit.runs.kept_inputs import keep_inputs
 from tunekit.runs.prepared_data import (
     PreparedData,
     PreparedRows,
+    answered_rows,
     prepare,
     prepare_rows,
     record,
     report_on_rows,
     save_sample_prompts,
-    shown_tools,
 )
 from tunekit.runs.record import claimed, free_bytes, place_of_run
 from tunekit.runs.run import Run, check_free, find_run, runs_named
@@ -214,7 +214,7 @@ def check_recipe(recipe: Recipe, lookup: Lookup) -> tuple[Plan, list[str]]:
     _check_rewards(recipe, data)
     if generates(recipe.method):
         with library_words_to(StringIO()):
-            shown_tools(recipe.method, data, partial(load_tokenizer, recipe.model))
+            answered_rows(recipe.method, data, partial(load_tokenizer, recipe.model))
     return planned, data.notes
 
 
@@ -536,7 +536,7 @@ def try_rewards(
     data, planned = lookup.data(recipe), lookup.plan(recipe)
     _check_rewards(recipe, data)
     with library_words_to(StringIO()):
-        data = shown_tools(recipe.method, data, partial(load_tokenizer, recipe.model))
+        data = answered_rows(recipe.method, data, partial(load_tokenizer, recipe.model))
         from tunekit.inference.reward_trial import run_trial
 
         trial = run_trial(

@@ -147,14 +147,18 @@ def method_needs(
         num_tokens: Tokens of a micro-batch on a device, with its padding.
         needs: What the other phases need.
     """
-    if passes.teacher is not None:
+    compared: dict[Phase, Need] = {}
+    teacher = products.model if passes.compares_with_itself else passes.teacher
+    if teacher is not None:
         scored = int(passes.max_scored_share * num_tokens)
-        yield from _teacher_needs(passes.teacher, products.e, layout, layers, head, num_tokens, scored, needs)
+        compared |= _teacher_needs(teacher, products.e, layout, layers, head, num_tokens, scored, needs)
+        yield from compared.items()
     if passes.refers_in_micro_batch:
         reference, forward = reference_pass(products, passes, layout, head, num_tokens), needs["forward"]
         activations = layers.kept + layers.shared + head.kept + reference.activations
         gathered = forward.gathered + reference.gathered
-        yield "reference", Need(forward.gradients, activations, reference.logits, gathered)
+        passing = Need(forward.gradients, activations, reference.logits, gathered)
+        yield "reference", max(passing, compared.get("reference", passing), key=lambda need: need.total)
     if passes.generation is not None and not passes.generation.by_vllm:
         generation = _generation(products, passes.generation, layout)
         # Gradients are gone after the optimizer's step; the buckets of DDP are not.

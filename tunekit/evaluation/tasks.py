@@ -46,7 +46,7 @@ from tunekit.recipe.reading.phrases import near
 from tunekit.recipe.sections.data import CompleteSource, DataSource, MediaKind
 from tunekit.recipe.sections.rewards import FunctionReward, Reward
 from tunekit.runs.evaluation_result import sliced
-from tunekit.runs.prepared_data import FILES, shown_tools
+from tunekit.runs.prepared_data import FILES, answered_rows
 from tunekit.runs.run import Run
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def parts_of_file(
     if rewards or (acting is not None and rows.format == "prompts"):
         prompts = replace(rows, rows=RowStore(questions_in(rows)))
         if acting is not None:
-            (prompts,) = shown_tools(acting, LoadedData((prompts,), (), []), lambda: tokenizer).train
+            (prompts,) = answered_rows(acting, LoadedData((prompts,), (), []), lambda: tokenizer).train
         return _questions(prompts, rewards, found, tokenizer, wish), rows.notes
     if rows.format == "prompts":
         problem = f"{rows.source} has prompts, but no metric to score the answers"

@@ -19,7 +19,7 @@ from tunekit.recipe.methods.on_policy import RewardedMethod
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.data import CompleteSource
 from tunekit.runs.fingerprints import continued
-from tunekit.runs.prepared_data import room_of, shown_tools
+from tunekit.runs.prepared_data import answered_rows, room_of
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def _tokens(recipe: Recipe, rows: Rows) -> _Tokens:
         tokenizer = load_tokenizer(recipe.model)
         if not preview.is_encoded(rows.format):
             if generates(recipe.method):
-                (rows,) = shown_tools(recipe.method, LoadedData((rows,), (), []), lambda: tokenizer).train
+                (rows,) = answered_rows(recipe.method, LoadedData((rows,), (), []), lambda: tokenizer).train
             notes = (f"{rows.source}: {BARE_PROMPTS}",) if are_bare(rows, tokenizer) else ()
             room, pictures = room_of(recipe), None
             if rows.media:

@@ -17,7 +17,7 @@ from accelerate.utils import send_to_device, set_seed
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from trl.distributed import DistributedBackend
-from trl.kernels.chunked_divergence import VOCAB_CHUNK_SIZE, ChunkedDivergenceFunction
+from trl.kernels.chunked_divergence import VOCAB_CHUNK_SIZE
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 from trl.models import prepare_deepspeed
 from trl.models.utils import _ForwardRedirection, unwrap_model_for_generation
@@ -26,7 +26,8 @@ from trl.trainer.utils import maybe_gather_lm_head_ctx
 from tunekit.kernels.cross_entropy import IGNORED
 from tunekit.kernels.linear_ce import next_labels, places_of
 from tunekit.methods.arguments import Parts
-from tunekit.methods.head import fused_heads, language_model, trl_head, whole
+from tunekit.methods.divergence import divergences, hidden_states, with_head
+from tunekit.methods.head import fused_heads, trl_head
 from tunekit.methods.run_trainer import RunTrainer
 from tunekit.methods.sft import TokenMeanSFTTrainer, token_trainer
 from tunekit.recipe.methods.gkd import GKDMethod
@@ -131,31 +132,25 @@ class GKDTrainer(TokenMeanSFTTrainer):
         inputs = {name: value for name, value in inputs.items() if name != "labels"}
         # The type of the products is set around a model's own forward pass, which this one replaces.
         with self.accelerator.autocast():
-            own = _scored(student, inputs, places)
+            own = hidden_states(student, inputs, places)
             teacher = self.accelerator.unwrap_model(self.teacher_model)
             with torch.no_grad():
-                its = self._redirected(self.teacher_model, teacher, _scored, teacher, inputs, places)
-            (head, *_), its_head = fused_heads(self), self._bound
-            hidden, weight, bias = _with_head(student, own)
-            divergence, entropy = ChunkedDivergenceFunction.apply(
-                hidden,
-                weight,
-                bias,
-                *_with_head(teacher, its),
-                self.beta,
-                self.temperature,
-                head.bound["logit_scale"],
-                head.bound["final_logit_softcapping"],
-                its_head["logit_scale"],
-                its_head["final_logit_softcapping"],
+                its = self._redirected(self.teacher_model, teacher, hidden_states, teacher, inputs, places)
+            head, *_ = fused_heads(self)
+            scorer = with_head(student, own)
+            divergence, entropy = divergences(
+                scorer,
+                with_head(teacher, its),
+                head.bound,
+                self._bound,
+                beta=self.beta,
+                temperature=self.temperature,
             )
             loss = self.kd_ratio * divergence.sum()
             if self.kd_ratio < 1:
-                with maybe_gather_lm_head_ctx(weight, bias):
+                with maybe_gather_lm_head_ctx(scorer.weight, scorer.bias):
                     log_probs, *_ = ChunkedLogProbFunction.apply(
-                        hidden,
-                        weight,
-                        bias,
+                        *scorer,
                         targets,
                         1.0,
                         VOCAB_CHUNK_SIZE,
@@ -234,18 +229,6 @@ class GKDTrainer(TokenMeanSFTTrainer):
         finally:
             self.model.train(was_training)
         return [_ended(row, self._generation_kwargs["eos_token_id"]) for row in generated[:, width:].tolist()]
-
-
-def _scored(model: Any, inputs: "Mapping[str, Any]", places: Tensor) -> Tensor:
-    """Last hidden states at the places that count, `(tokens, hidden)`."""
-    hidden: Tensor = language_model(model).base_model(**inputs, use_cache=False).last_hidden_state
-    return hidden.flatten(0, 1).index_select(0, places)
-
-
-def _with_head(model: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Hidden states, and weight and bias of the head."""
-    head = language_model(model).get_output_embeddings()
-    return hidden, whole(head.weight), None if head.bias is None else whole(head.bias)
 
 
 @dataclass(frozen=True)

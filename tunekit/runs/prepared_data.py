@@ -19,6 +19,7 @@ from tunekit.data.reports.measure import report_data, report_rows
 from tunekit.data.reports.report import DataReport
 from tunekit.data.sources.load import LoadedData, Rows
 from tunekit.data.sources.rows import Skipped, is_url, without_user
+from tunekit.data.sources.teacher_prompts import with_teacher_prompts
 from tunekit.data.tokenization.alignment import BARE_PROMPTS, AlignmentSplit, Measured, Room, are_bare, measure_data
 from tunekit.data.tokenization.tokenize import TokenReport
 from tunekit.errors import DataError, ModelError
@@ -26,7 +27,7 @@ from tunekit.estimates.facts import DataFacts, SourceFacts
 from tunekit.files import SHIPPED_MODELS
 from tunekit.models.load import PROCESSORS, load_processor, load_tokenizer
 from tunekit.recipe.chat_templates import named_template
-from tunekit.recipe.methods import Method, generates, has_teacher, is_rewarded, uses_tools
+from tunekit.recipe.methods import Method, generates, has_teacher, is_rewarded, teaches_itself, uses_tools
 from tunekit.recipe.methods.on_policy import OnPolicyMethod
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.data import DataSource, MediaKind, Sources
@@ -224,7 +225,7 @@ def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None 
     """
     tokenizer = _tokenizer_of(recipe)
     if generates(recipe.method):
-        data = shown_tools(recipe.method, data, lambda: tokenizer)
+        data = answered_rows(recipe.method, data, lambda: tokenizer)
     room, answers = room_of(recipe), None
     if media_in(data):
         # What is left of a picture whose tokens are cut is none.
@@ -268,10 +269,10 @@ def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None 
     return PreparedRows(splits, facts, (*data.notes, *bare, *skipped), data.skipped)
 
 
-def shown_tools(
+def answered_rows(
     method: OnPolicyMethod, data: LoadedData, tokenizer: "Callable[[], PreTrainedTokenizerBase]"
 ) -> LoadedData:
-    """Return rows with the tools that completions are generated with.
+    """Return rows as completions are generated to them: with tools, or with the prompts of a teacher.
 
     Args:
         method: The method.
@@ -279,12 +280,14 @@ def shown_tools(
         tokenizer: Loads the tokenizer of the model.
 
     Raises:
-        DataError: Rows or the chat template are not fit for tools, or rows have some of their own.
+        DataError: Rows or the chat template are not fit for tools or a teacher, or rows have tools of their own.
     """
     from tunekit.methods.tool_use import check_own_tools, with_tools
 
     if uses_tools(method):
         return with_tools(data, method, tokenizer())
+    if teaches_itself(method):
+        return with_teacher_prompts(data, method.teacher_prompt_template)
     check_own_tools(data)
     return data
 
@@ -361,7 +364,7 @@ def room_of(recipe: Recipe) -> Room:
         return Room(max_length, max_length, cuts=False)
     if generates(method):
         # TRL cuts no prompt, so that each has to leave room for the longest answer.
-        return Room(max_length, max_length - method.max_completion_length)
+        return Room(max_length, max_length - method.max_completion_length, prompts=method.prompt_columns)
     # A prompt leaves room for one token of an answer at least: else TRL leaves the row out, or has no mean of it.
     return Room(max_length, max_length - 1)
 

@@ -30,7 +30,7 @@ from tunekit.estimates.models.model_config import num_experts_of
 from tunekit.methods.head import Head, experts_of_layer, fused_heads, language_model, trl_head
 from tunekit.models.fusion.proof import ROUNDING, whole_shape
 from tunekit.planner.plan import Plan
-from tunekit.recipe.methods import has_teacher
+from tunekit.recipe.methods import has_teacher, teaches_itself
 from tunekit.runs.record import Record
 from tunekit.training.engines.engine import between_checks
 
@@ -101,7 +101,7 @@ def check_head(trainer: Trainer, plan: Plan, record: Record, *, vocabulary: int)
     Raises:
         RunError: They differ, and the run cannot do without the fused head.
     """
-    if has_teacher(plan.recipe.method):
+    if has_teacher(plan.recipe.method) or teaches_itself(plan.recipe.method):
         _check_distillation(trainer, plan, vocabulary)
         return
     heads = fused_heads(trainer)
@@ -162,14 +162,15 @@ def _why_not_trls(trainer: Any, head: Head) -> str | None:
 
 
 def _check_distillation(trainer: Any, plan: Plan, vocabulary: int) -> None:
-    """Check that a model and its teacher have the logits that TRL's divergence computes.
+    """Check that a model and its teacher, if it is another one, have the logits that TRL's divergence computes.
 
     Its formula is that of TRL's fused head, which each model has during the check.
 
     Raises:
         RunError: One of them differs.
     """
-    for field, wrapped in (("model", trainer.model), ("method.teacher", trainer.teacher_model)):
+    models = {"model": trainer.model, "method.teacher": trainer.teacher_model}
+    for field, wrapped in [(field, model) for field, model in models.items() if model is not None]:
         model = _language_model(trainer, wrapped)
         with trl_head(model, trainer.temperature) as bound:
             why = _why_not_fused(trainer, wrapped, bound, plan, vocabulary)

@@ -35,7 +35,7 @@ from tunekit.methods.arguments import COPY
 from tunekit.models.attention import packed_attention, watched_calls
 from tunekit.models.expansion import bypassed
 from tunekit.planner.plan import VARLEN, FlashAttention, Plan
-from tunekit.recipe.methods import compares_with_reference, is_rewarded
+from tunekit.recipe.methods import compares_with_reference, generates
 from tunekit.recipe.sections.adapters import FullAdapter
 from tunekit.runs.available_actions import begin_anew
 from tunekit.runs.record import Record
@@ -105,9 +105,9 @@ def check_reference(trainer: Any, plan: Plan, record: Record, *, vocabulary: int
     Raises:
         RunError: They differ, or the reference has changed.
     """
-    rewarded = is_rewarded(plan.recipe.method)
+    generating = generates(plan.recipe.method)
     with _as_it_was(trainer):
-        result = _of_probes(trainer, vocabulary) if rewarded else _of_rows(trainer)
+        result = _of_probes(trainer, vocabulary) if generating else _of_rows(trainer)
     tolerance = FLOAT32_TOLERANCE if plan.dtype == "float32" else HALF_TOLERANCE
     if goes_on:
         _compare_with_earlier(result, record, tolerance)

@@ -48,11 +48,13 @@ class Room:
         max_length: Both together; longer answers are cut.
         max_prompt_length: The prompt alone; longer ones are left out.
         cuts: Whether longer answers are cut; otherwise their rows are left out.
+        prompts: Columns of prompts, each of which has to fit.
     """
 
     max_length: int
     max_prompt_length: int
     cuts: bool = True
+    prompts: tuple[str, ...] = ("prompt",)
 
     def has(self, prompt_tokens: int, sequences: Sequence[int]) -> bool:
         """Return whether a row fits."""
@@ -250,6 +252,9 @@ def _measure(
             if answers is None:
                 check_calls(row, ANSWERS[rows.format], tokenizer, rows.place(index))
                 prompt_tokens, answered = tokens_of(row, ANSWERS[rows.format], tokenizer)
+                for column in room.prompts[1:]:
+                    others, _ = tokens_of({"prompt": row[column]}, (), tokenizer)
+                    prompt_tokens = max(prompt_tokens, others)
             else:
                 if row.get(COLUMN) and not num_media:
                     answers.check(row, ANSWERS[rows.format], rows.place(index))

@@ -367,7 +367,8 @@ def _confidence(
         return "outside the model"
     if qat is not None:
         return "closed form"
-    if offloads or isinstance(adapter, QloraAdapter) or passes.teacher is not None or states.token_rows(model, adapter):
+    compares = passes.teacher is not None or passes.compares_with_itself
+    if offloads or compares or isinstance(adapter, QloraAdapter) or states.token_rows(model, adapter):
         return "closed form"
     if not isinstance(adapter, FullAdapter | LoraAdapter) or (isinstance(adapter, FullAdapter) and adapter.is_partial):
         return "closed form"

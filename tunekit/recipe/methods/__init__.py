@@ -22,12 +22,13 @@ from tunekit.recipe.methods.online_dpo import OnlineDPOMethod
 from tunekit.recipe.methods.orpo import ORPOMethod
 from tunekit.recipe.methods.reward import RewardMethod
 from tunekit.recipe.methods.rloo import RLOOMethod
+from tunekit.recipe.methods.sdft import SDFTMethod
 from tunekit.recipe.methods.sft import SFTMethod
 from tunekit.recipe.methods.spec import MethodSection
 from tunekit.recipe.sections.section import type_alone
 
 _Offline = SFTMethod | DPOMethod | KTOMethod | ORPOMethod | CPOMethod | RewardMethod | GKDMethod
-_OnPolicy = GRPOMethod | RLOOMethod | GMPOMethod | OnlineDPOMethod | DistillationMethod
+_OnPolicy = GRPOMethod | RLOOMethod | GMPOMethod | OnlineDPOMethod | DistillationMethod | SDFTMethod
 Table = _Offline | _OnPolicy
 """The table of methods: a new one is added above."""
 
@@ -56,6 +57,11 @@ def uses_tools(method: MethodSection) -> TypeIs[GRPOMethod]:
 def has_teacher(method: MethodSection) -> TypeIs[TeacherMethod]:
     """Return whether the model learns the probabilities of another one."""
     return isinstance(method, TeacherMethod)
+
+
+def teaches_itself(method: MethodSection) -> TypeIs[SDFTMethod]:
+    """Return whether the model learns its own probabilities with another prompt."""
+    return isinstance(method, SDFTMethod)
 
 
 def compares_with_reference(method: MethodSection) -> TypeIs[ReferenceMethod]:

@@ -128,6 +128,11 @@ class OnPolicyMethod(MethodSection):
         """True if groups without signal are replaced by those of other prompts."""
         return False
 
+    @property
+    def prompt_columns(self) -> tuple[str, ...]:
+        """Columns of prompts of a prepared row, each of which has to leave room for a completion."""
+        return ("prompt",)
+
     def why_no_vllm(self) -> tuple[str, str] | None:
         """Return why the method cannot learn from answers of vLLM's, and the remedy; None where it can."""
         return None

@@ -16,6 +16,7 @@ class OnlineDPOMethod(RewardedMethod):
         learning_rate=LearningRate(5e-7, 5e-6, "TRL's OnlineDPOConfig"),
         loss_description="Groups without a preference add 0 to the loss of online DPO; progress shows in the reward.",
         upstream_names=("_tool_call_loop",),
+        disables_dropout=True,
     )
     always_scores_answers = True
 

@@ -69,6 +69,8 @@ class MethodPasses:
     """True if a reference model is loaded besides the trained one."""
     refers_in_micro_batch: bool = False
     """True if the reference is computed between the forward and the backward pass."""
+    compares_with_itself: bool = False
+    """True if tokens are scored by the model's distribution with other prompts, without gradients."""
     num_forwards: float = 0.0
     """Forward passes without gradients of each sequence, in each optimizer step."""
     num_forwards_before: int = 0
@@ -167,6 +169,8 @@ class MethodSpec:
     """True if rows are packed and masked as the data section says."""
     media: tuple[MediaKind, ...] = ()
     """Kinds of media of the rows that it trains on."""
+    disables_dropout: bool = False
+    """True if the trainer never has dropout, whatever `trainer_args` say."""
     uses_tiled_head: bool = True
     """True if tunekit's head can take the place of one that scores tokens in tiles."""
 
@@ -235,7 +239,7 @@ class MethodSection(Section):
         """Yield the fields of a recipe that do not go together with the method or with each other under it."""
         if not self.spec.masks_as_told:
             yield from self._conflicts_of_rows(others.data)
-        if self.spec.trains_on in ("pairs", "answers"):
+        if self.spec.trains_on in ("pairs", "answers") or self.spec.disables_dropout:
             yield from self._conflicts_of_dropout(others.adapter)
         if isinstance(others.adapter, PromptTuningAdapter):
             yield from self._conflicts_of_virtual_tokens(others.data)
@@ -285,6 +289,10 @@ class MethodSection(Section):
     def _conflicts_of_dropout(self, adapter: Adapter) -> Iterator[Conflict]:
         """Yield the dropout of an adapter, which TRL switches off for methods that compare answers."""
         if not isinstance(adapter, LoraAdapter) or not adapter.dropout:
+            return
+        if self.spec.disables_dropout:
+            what = f"unsupported with method {self.type}, which compares the model with itself"
+            yield Conflict(("adapter", "dropout"), what, "unset it")
             return
         if self.trainer_args.get("disable_dropout", True):
             what = f"has no effect with method {self.type}: TRL disables dropout"

@@ -1,0 +1,77 @@
+"""Prompts of a teacher that is shown more than the model that learns from it: a demonstration of the answer."""
+
+from dataclasses import replace
+from typing import Any
+
+from tunekit.data.formats.row_formats import Row
+from tunekit.data.sources.load import LoadedData
+from tunekit.data.sources.rows import Rows, RowStore
+from tunekit.errors import DataError
+
+CONTEXT = "privileged_context"
+"""Column of what the teacher is shown, by TRL's name."""
+
+TEACHER_PROMPT = "teacher_prompt"
+"""Column of the prompts that the teacher reads."""
+
+
+def with_teacher_prompts(data: LoadedData, template: str) -> LoadedData:
+    """Return rows as prompts, with those that the teacher reads.
+
+    Args:
+        data: Prompts with a column `privileged_context`, or conversations, whose last answer takes its place.
+        template: Template of the teacher's prompts, with `{prompt}` and `{privileged_context}`.
+
+    Raises:
+        DataError: A row has no demonstration or no question, or more than text.
+    """
+
+    def made(sources: tuple[Rows, ...]) -> tuple[Rows, ...]:
+        return tuple(
+            replace(
+                rows,
+                format="prompts",
+                rows=RowStore(_row(row, rows.place(index), template) for index, row in enumerate(rows.rows)),
+            )
+            for rows in sources
+        )
+
+    return replace(data, train=made(data.train), eval=made(data.eval))
+
+
+def _row(row: Row, place: str, template: str) -> Row:
+    prompt, context = _parts(row, place)
+    if isinstance(prompt, str):
+        shown: Any = template.format(prompt=prompt, privileged_context=context)
+    else:
+        question = prompt[-1]
+        if question["role"] != "user" or not isinstance(question["content"], str):
+            problem = f"{place}: the prompt ends with a message of role {question['role']!r}"
+            raise DataError(f"{problem}, not with a user's text", hint="end each prompt with a user message")
+        content = template.format(prompt=question["content"], privileged_context=context)
+        shown = [*prompt[:-1], {**question, "content": content}]
+    return {"prompt": prompt, CONTEXT: context, TEACHER_PROMPT: shown}
+
+
+def _parts(row: Row, place: str) -> tuple[Any, str]:
+    """Return the prompt of a row and its demonstration."""
+    if row.get("tools"):
+        raise DataError(f"{place}: the row has tools, which sdft does not show", hint="use method sft, or drop the row")
+    if "messages" in row:
+        prompt, answer = row["messages"][:-1], row["messages"][-1:]
+    elif "completion" in row:
+        prompt, answer = row["prompt"], row["completion"]
+    else:
+        prompt, answer = row["prompt"], row.get(CONTEXT)
+        if not isinstance(answer, str):
+            problem = f"{place}: {CONTEXT} is missing" if answer is None else f"{place}: {CONTEXT} is not a text"
+            hint = "add a text that shows the teacher how to answer, such as a demonstration"
+            raise DataError(problem, hint=f"{hint}; data.columns renames a column")
+    if isinstance(answer, list):
+        if not prompt or [message["role"] for message in answer] != ["assistant"]:
+            problem = f"{place}: the row does not end with one answer to a question"
+            raise DataError(problem, hint="end each conversation with an assistant message after a user message")
+        answer = answer[0].get("content")
+    if not isinstance(answer, str) or not answer.strip():
+        raise DataError(f"{place}: the demonstration has no text", hint="drop the row, or write its answer as text")
+    return prompt, answer
