@@ -91,12 +91,12 @@ class Player:
                     content = text[: found.start()]
                     try:
                         function = json.loads(found[1])
-                        result = call(one, found[1])
+                        result, name = call(one, found[1]), function["name"]
                     except (ValueError, TypeError, KeyError, AttributeError):
                         continue
                     conversations[one] += [
                         {"role": "assistant", "content": content, "tool_calls": [{"function": function}]},
-                        {"role": "tool", "name": function["name"], "content": result},
+                        {"role": "tool", "name": name, "content": result},
                     ]
                     still.append(one)
             going = still
