@@ -345,6 +345,7 @@ REWARDED: dict[str, Any] = {
 }
 GRPO = {"type": "grpo", **REWARDED}
 DYNAMIC = {**GRPO, "rewards": ["tests.training.answers:reward_of_some"], "max_resample_times": 2}
+REPLAY = {**GRPO, "rewards": ["tests.training.answers:reward_of_some"], "replay_buffer_size": 8}
 RLOO = {"type": "rloo", **REWARDED}
 DPO = {"type": "dpo"}
 BEFOREHAND = {"precompute_ref_log_probs": True}
@@ -444,6 +445,7 @@ CASES: tuple[Case, ...] = (
         **WITHIN,
     ),
     Case("GRPO full, dynamic sampling", DYNAMIC, cuts=TWICE),
+    Case("GRPO LoRA, DDP, replay", REPLAY, adapter="lora", parallel=DDP, cuts=TWICE),
     Case("GRPO full, reference follows", {**GRPO, "beta": 0.1, "trainer_args": FOLLOWING}),
     Case("RLOO LoRA", RLOO, adapter="lora", cuts=TWICE),
     Case("RLOO full, two iterations", {**RLOO, "num_iterations": 2}, **WITHIN),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tunekit.errors import RecipeError
-from tunekit.methods.dynamic_sampling import merge
+from tunekit.methods.groups import merge
 from tunekit.recipe.load import load_recipe
 
 PAD = 9
@@ -64,7 +64,16 @@ def test_groups_that_are_compared_with_each_other_are_not_replaced(settings):
         load_recipe({**recipe, "method": {**method, **settings}})
 
 
-def test_only_grpo_replaces_groups():
-    method = {"type": "rloo", "rewards": ["exact_match"], "max_resample_times": 2}
-    with pytest.raises(RecipeError, match="max_resample_times"):
+@pytest.mark.parametrize("name", ["max_resample_times", "replay_buffer_size"])
+def test_only_grpo_replaces_groups(name):
+    method = {"type": "rloo", "rewards": ["exact_match"], name: 2}
+    with pytest.raises(RecipeError, match=name):
         load_recipe({"model": "pico", "data": {"train": "example:sums.jsonl", "max_length": 600}, "method": method})
+
+
+def test_groups_of_another_reference_are_not_replayed():
+    method = {"type": "grpo", "rewards": ["exact_match"], "replay_buffer_size": 8, "beta": 0.1}
+    recipe = {"model": "pico", "data": {"train": "example:sums.jsonl", "max_length": 600}, "adapter": "full"}
+    load_recipe({**recipe, "method": method})
+    with pytest.raises(RecipeError, match=r"method.replay_buffer_size: not supported with trainer_args.sync_ref_model"):
+        load_recipe({**recipe, "method": {**method, "trainer_args": {"sync_ref_model": True}}})

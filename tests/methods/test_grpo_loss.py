@@ -17,6 +17,7 @@ formula is TRL's:
 import json
 import random
 from dataclasses import dataclass, field
+from itertools import combinations
 
 import pytest
 import torch
@@ -301,6 +302,53 @@ def test_groups_without_signal_are_replaced_by_those_of_other_prompts(folder):
         assert distance(step.gradients, policy.gradients(loss)) < MAX_GRADIENT
     assert not batches
     assert {1, 2} <= set(times_drawn)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("early_ends")
+@pytest.mark.parametrize("loss_type", ["dapo", "cispo"])
+def test_groups_without_signal_are_replaced_by_those_of_earlier_steps(folder, loss_type):
+    """Each with its advantages, and its log-probabilities by the model that gave it; the newest groups are kept."""
+    method = {"loss_type": loss_type, "beta": 0.2, "replay_buffer_size": 3, "num_iterations": 1}
+    method |= {"epsilon_high": 5.0} if loss_type == "cispo" else {}
+    CALLS.clear()
+    # Each prompt once, so that an answer is told by its prompt and its tokens.
+    steps = take_steps(recipe(folder, method, LORA, 7, 6, num_rows=60), moved=0.03, seed=7)
+    assert len(CALLS) == len(steps)
+    reference, kept, given_by, ages, ratios = Exact(folder / "model"), [], {}, [], []
+    for place, (step, answers) in enumerate(zip(steps, CALLS, strict=True)):
+        give_advantages(answers, method)
+        given_by |= {id(one): (place, Exact(folder / "model", step.before)) for one in answers}
+        fresh = [group for group in groups_with_signal(answers) if group is not None]
+        lacking = [answers[start : start + GROUP] for start in range(0, len(answers), GROUP)]
+        lacking = [group for group in lacking if group not in fresh]
+        num_drawn = min(len(lacking), len(kept))
+        trained_ids = sorted(
+            [token for token in ids.tolist() if token != PAD]
+            for batch in step.inputs
+            for ids in batch["completion_ids"]
+        )
+        (used, drawn), *_ = [
+            (used, drawn)
+            for drawn in combinations(kept, num_drawn)
+            for used in [[one for group in (*fresh, *drawn, *lacking[num_drawn:]) for one in group]]
+            if sorted(one.ids for one in used) == trained_ids
+        ]
+        policy = Exact(folder / "model", step.before)
+        cuts = [
+            [scored(one, policy, given_by[id(one)][1], reference, method) for one in cut] for cut in cut_as(step, used)
+        ]
+        ratios += [one.ratio(method).detach() for cut in cuts for one in cut if given_by[id(one.answer)][0] < place]
+        loss = step_loss(cuts, method)
+        assert sum(step.losses) == pytest.approx(loss.item(), rel=MAX_LOSS, abs=MAX_LOSS)
+        assert distance(step.gradients, policy.gradients(loss)) < MAX_GRADIENT
+        assert step.logs["replay/frac_replayed"] == pytest.approx(num_drawn / NUM_PROMPTS)
+        ages.append([place - given_by[id(group[0])][0] for group in drawn])
+        if drawn:
+            assert step.logs["replay/age"] == pytest.approx(mean(ages[-1]))
+        kept = [*kept, *fresh][-3:]
+    assert ages[0] == [] and all(ages[1:])
+    assert (torch.cat(ratios) - 1).abs().max() > 0.05
 
 
 def groups_with_signal(answers):

@@ -95,6 +95,7 @@ GRPO = {
     "max_completion_length": 8,
 }
 DYNAMIC = {**GRPO, "rewards": ["tests.training.answers:reward_of_some"], "max_resample_times": 2}
+REPLAY = {**GRPO, "rewards": ["tests.training.answers:reward_of_some"], "replay_buffer_size": 8, "beta": 0.1}
 RLOO = {**GRPO, "type": "rloo"}
 GMPO = {**GRPO, "type": "gmpo"}
 ONLINE_DPO = {**GRPO, "type": "online_dpo"}
@@ -120,6 +121,7 @@ SUBJECTS = (
     Subject("DPO LoRA", DPO, "lora", False, "qwen3"),
     Subject("GRPO LoRA", GRPO, "lora", False, "llama"),
     Subject("GRPO LoRA, dynamic sampling", DYNAMIC, "lora", False, "llama", FEW),
+    Subject("GRPO LoRA, replay", REPLAY, "lora", False, "llama", FEW),
     Subject("RLOO LoRA", RLOO, "lora", False, "llama", FEW),
     Subject("GMPO LoRA", GMPO, "lora", False, "llama", FEW),
     Subject("online DPO LoRA", ONLINE_DPO, "lora", False, "llama", FEW),

@@ -19,6 +19,7 @@ SAMPLE = (
     "SFT full, pure bf16, fsdp2",
     "DPO full",
     "GRPO full, dynamic sampling",
+    "GRPO LoRA, DDP, replay",
     "GRPO LoRA, DDP, two iterations",
     "SFT full, DDP, SIGTERM",
     "SFT LoRA, fsdp2, dropout",

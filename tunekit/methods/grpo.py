@@ -6,6 +6,8 @@ from dataclasses import replace
 from tunekit.methods.arguments import Parts
 from tunekit.methods.dynamic_sampling import DynamicSampling
 from tunekit.methods.generation import rewarded_trainer
+from tunekit.methods.groups import Groups
+from tunekit.methods.replay import ReplayBuffer
 from tunekit.methods.run_trainer import RunTrainer
 from tunekit.methods.tool_use import ToolUse, follow_turns, tool_use
 from tunekit.recipe.methods.grpo import GRPOMethod
@@ -42,6 +44,10 @@ def _build(method: GRPOMethod, parts: Parts, use: ToolUse) -> RunTrainer:
         scale_rewards=method.scale_rewards,
     )
     follow_turns(trainer, use, method, divides_weights=parts.plan.layout.divides_weights)
-    if method.resamples:
-        DynamicSampling(trainer, method.max_resample_times, parts.train.seed, parts.tokenizer.pad_token_id)
+    seed, pad = parts.train.seed, parts.tokenizer.pad_token_id
+    groups = Groups(trainer) if method.resamples or method.replays else None
+    if groups is not None and method.resamples:
+        DynamicSampling(trainer, groups, method.max_resample_times, seed, pad)
+    if groups is not None and method.replays:
+        trainer.replay = ReplayBuffer(trainer, groups, method.replay_buffer_size, seed, pad)
     return trainer

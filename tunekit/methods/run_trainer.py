@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from transformers import TrainerState, TrainingArguments
 
     from tunekit.methods.environments.episodes import Host
+    from tunekit.methods.replay import ReplayBuffer
     from tunekit.recipe.sections.section import TrainSection
 else:
     Base = object
@@ -89,6 +90,8 @@ class RunTrainer(Base):  # type: ignore[misc]
     """Distribution of ranks, of an adapter that has it."""
     tool_hosts: "Sequence[Host]" = ()
     """Processes of tools and environments."""
+    replay: "ReplayBuffer | None" = None
+    """Groups of earlier steps, of a method that replays some."""
     lost_reasons: Sequence[str] = ()
     """Why episodes or calls of the last batch were lost."""
     stored_buffers: Sequence[str] = ()

@@ -346,6 +346,7 @@ def check_media(
         "data.streaming": data.streaming,
         "method.generation.use_vllm": generates(recipe.method) and recipe.method.generation.use_vllm is True,
         "method.max_resample_times": generates(recipe.method) and recipe.method.resamples,
+        "method.replay_buffer_size": generates(recipe.method) and recipe.method.replays,
         "parallel.tp_size": (parallel.tp_size or 1) > 1,
         "parallel.ep_size": (parallel.ep_size or 1) > 1,
         "parallel.cp_size": (parallel.cp_size or 1) > 1,

@@ -133,6 +133,11 @@ class OnPolicyMethod(MethodSection):
         """Columns of prompts of a prepared row, each of which has to leave room for a completion."""
         return ("prompt",)
 
+    @property
+    def replays(self) -> bool:
+        """True if groups without signal are replaced by those of earlier steps."""
+        return False
+
     def why_no_vllm(self) -> tuple[str, str] | None:
         """Return why the method cannot learn from answers of vLLM's, and the remedy; None where it can."""
         return None
@@ -210,7 +215,7 @@ class RewardedMethod(OnPolicyMethod):
     def passes(self, inputs: PassInputs) -> MethodPasses:
         """Return the passes of an optimizer step."""
         # Once for all steps on the same answers: the reference, and the model that gave them.
-        scores_answers = self.always_scores_answers or self.steps_per_generation > 1 or inputs.by_vllm
+        scores_answers = self.always_scores_answers or self.replays or self.steps_per_generation > 1 or inputs.by_vllm
         return replace(
             super().passes(inputs),
             keeps_reference=inputs.is_full and self.beta > 0,
