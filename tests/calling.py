@@ -10,10 +10,11 @@ from tunekit.probe.model import PICO
 from tunekit.recipe.methods.grpo import GRPOMethod
 
 
-def save_calling_model(folder: Path) -> None:
-    """Save a model with pico's tokenizer that has learned to call `guess`, and nothing else."""
+def save_calling_model(folder: Path, name: str = "guess") -> None:
+    """Save a model with pico's tokenizer that has learned to call a tool with a number, and nothing else."""
     tokenizer = AutoTokenizer.from_pretrained(PICO)
     (schema,) = tool_schemas(GRPOMethod(environment="guess_number"))
+    schema["function"]["name"] = name
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -31,11 +32,11 @@ def save_calling_model(folder: Path) -> None:
     )
     rows = []
     for number in range(1, 13):
-        called = {"type": "function", "function": {"name": "guess", "arguments": {"number": number}}}
+        called = {"type": "function", "function": {"name": name, "arguments": {"number": number}}}
         turns = [{"role": "user", "content": "Guess my number. Begin at 1."}]
         for hint in ("higher", "lower"):
             turns.append({"role": "assistant", "content": "", "tool_calls": [called]})
-            turns.append({"role": "tool", "name": "guess", "content": hint})
+            turns.append({"role": "tool", "name": name, "content": hint})
         turns.append({"role": "assistant", "content": "I do not know."})
         rows.append(tokenizer.apply_chat_template(turns, tools=[schema], return_dict=False))
     longest = max(map(len, rows))

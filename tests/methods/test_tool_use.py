@@ -398,6 +398,53 @@ def test_the_turns_are_in_the_samples_and_the_metrics(calling_model, home):
     assert reason.choice.endswith("over up to 9 turns, with Counting")
 
 
+WALK = """
+import json
+from pathlib import Path
+
+class Walk:
+    def reset(self, start):
+        self.rewards = []
+        return f" Begin at {start}."
+
+    def step(self, number: int):
+        '''Guess the number.
+
+        Args:
+            number: The guess.
+        '''
+        self.rewards.append(number / 8)
+        with Path(__file__).with_name("walks.jsonl").open("a") as file:
+            file.write(json.dumps(self.rewards) + "\\n")
+        return "higher", number / 8, len(self.rewards) == 2, False, {}
+"""
+
+
+@pytest.mark.slow
+def test_rewards_of_steps_are_shown_by_turn(home):
+    """Of an environment in the way of Gymnasium: in the metrics, and for each answer of a trial."""
+    save_calling_model(home / "stepping", "step")
+    (home / "own_walk.py").write_text(WALK)
+    own = {"environment": "own_walk:Walk", "max_completion_length": 140}
+    wanted = recipe(home, STARTS, model=str(home / "stepping"), method=own)
+    trial = tunekit.try_rewards(wanted, num_prompts=2)
+    walks = [answer.step_rewards for answer in trial.answers]
+    assert [sum(walk) for walk in walks] == pytest.approx([answer.total for answer in trial.answers])
+    written = lines_of(home / "walks.jsonl")
+    assert max(map(len, written)) == 2
+    for turn in (1, 2):
+        shown = [walk[turn - 1] for walk in walks if len(walk) >= turn]
+        assert sorted(shown) == sorted(line[-1] for line in written if len(line) == turn)
+    assert ", by turn " in "\n".join(map(str, trial_parts(trial)))
+    (home / "walks.jsonl").unlink()
+    run = tunekit.train(wanted, ["train.max_steps=1"])
+    written = lines_of(home / "walks.jsonl")
+    (logged,) = (event for event in run.events() if event["event"] == "log")
+    for turn in (1, 2):
+        rewards = [line[-1] for line in written if len(line) == turn]
+        assert logged[f"rewards/turn_{turn}/mean"] == pytest.approx(sum(rewards) / len(rewards))
+
+
 def lines_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 

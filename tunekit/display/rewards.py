@@ -91,6 +91,8 @@ def _answer(word: str, answer: Answer, names: list[str]) -> Text:
         f"{name} {'-' if value is None else f'{value:g}'}" for name, value in zip(names, answer.values, strict=True)
     )
     end = ", truncated" if answer.is_truncated else ""
+    if answer.step_rewards:
+        end += f", by turn {', '.join(f'{reward:g}' for reward in answer.step_rewards)}"
     total = f"{answer.total:g}" + (f" ({values})" if len(names) > 1 else "")
     return Text.assemble(
         (f"{word} {total}, {counted(answer.num_tokens, 'token')}{end}", "italic"), "\n", _cut(answer.text)

@@ -47,6 +47,7 @@ class Episode:
         num_failed: Those of them that were answered by an error.
         num_broken: Calls that could not be read.
         is_lost: Whether its environment hung or ended.
+        step_rewards: Reward of each step, of an environment that rewards them.
     """
 
     prompt: Any
@@ -58,6 +59,7 @@ class Episode:
     num_failed: int
     num_broken: int
     is_lost: bool
+    step_rewards: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -289,6 +291,7 @@ def _episodes(trainer: "RunTrainer", tokenizer: "PreTrainedTokenizerBase", rows:
     prompts, answers = (list(logs[name])[-len(rows) :] for name in ("prompt", "completion"))
     values = [list(logs["rewards"][name])[-len(rows) :] for name in trainer.reward_func_names]
     lost = [episode.is_lost for episode in trainer.episodes or ()] or [False] * len(rows)
+    steps = [episode.step_rewards for episode in trainer.episodes or ()] or [()] * len(rows)
     opening = _opening(tokenizer)
     ends = {*trainer.eos_token_ids, tokenizer.pad_token_id}
     own_masks = scored.get("tool_mask", scored["completion_mask"])
@@ -312,6 +315,7 @@ def _episodes(trainer: "RunTrainer", tokenizer: "PreTrainedTokenizerBase", rows:
             # The last call of a truncated answer is cut, and not broken.
             num_broken=max(0, num_begun - num_read - is_truncated),
             is_lost=lost[place],
+            step_rewards=steps[place],
         )
 
 

@@ -43,6 +43,7 @@ class Answer:
         total: Their sum by weight.
         num_calls: Calls of tools that were answered.
         is_lost: Whether its environment hung or ended, so that it has the mean reward of its group.
+        step_rewards: Reward of each step of an episode, of an environment that rewards them.
     """
 
     text: str
@@ -52,6 +53,7 @@ class Answer:
     total: float
     num_calls: int = 0
     is_lost: bool = False
+    step_rewards: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -325,6 +327,7 @@ def _played(
             total=_weighted(played.weights, episode.values),
             num_calls=episode.num_calls,
             is_lost=episode.is_lost,
+            step_rewards=episode.step_rewards,
         )
         for episode in played.episodes
     ]

@@ -15,6 +15,7 @@ completion may be. What stands around it here:
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from tunekit.data.formats.row_formats import Row
@@ -244,7 +245,7 @@ def follow_turns(trainer: "RunTrainer", use: ToolUse, method: GRPOMethod, *, div
 
 
 def fill_lost_episodes(trainer: "RunTrainer", use: ToolUse, rewards: Any) -> Any:
-    """Give lost episodes the mean reward of their groups, and log how many there were.
+    """Give lost episodes the mean reward of their groups, and log how many there were, and rewards by turn.
 
     Args:
         trainer: The trainer.
@@ -257,11 +258,13 @@ def fill_lost_episodes(trainer: "RunTrainer", use: ToolUse, rewards: Any) -> Any
     is_training = trainer.model.training
     episodes = trainer.episodes or ()
     own = [episode.is_lost for episode in episodes]
+    own_steps = [episode.step_rewards for episode in episodes]
     counts = [(host.name, *host.counts.take()) for host in use.hosts]
     own_reasons = list(dict.fromkeys(f"{name}: {reason}" for name, _, reasons in counts for reason in reasons))
-    lost, reasons = own, own_reasons
+    lost, steps, reasons = own, own_steps, own_reasons
     if trainer.accelerator.num_processes > 1:
-        lost, reasons = gather_object(own), list(dict.fromkeys(gather_object(own_reasons)))
+        lost, steps = gather_object(own), gather_object(own_steps)
+        reasons = list(dict.fromkeys(gather_object(own_reasons)))
     trainer.lost_reasons = reasons
     when = f"step {trainer.state.global_step + 1}" if is_training else "evaluation"
     for reason in own_reasons:
@@ -269,9 +272,23 @@ def fill_lost_episodes(trainer: "RunTrainer", use: ToolUse, rewards: Any) -> Any
     num_lost = trainer.accelerator.reduce(
         torch.tensor(float(sum(num for _, num, _ in counts)), device=trainer.accelerator.device)
     ).item()
-    trainer.metrics["train" if is_training else "eval"]["tools/lost"].append(num_lost)
+    metrics = trainer.metrics["train" if is_training else "eval"]
+    metrics["tools/lost"].append(num_lost)
+    for turn, reward in enumerate(means_by_turn(steps), start=1):
+        metrics[f"rewards/turn_{turn}/mean"].append(reward)
     num_generations = trainer.num_generations if is_training else trainer.num_generations_eval
     return fill_lost(rewards, lost, num_generations)
+
+
+def means_by_turn(episodes: "Sequence[Sequence[float]]") -> list[float]:
+    """Return the mean reward of each turn, over the episodes that have so many.
+
+    Args:
+        episodes: Rewards of the steps of each episode.
+    """
+    columns = zip_longest(*episodes)
+    rewards = ([value for value in column if value is not None] for column in columns)
+    return [sum(values) / len(values) for values in rewards]
 
 
 class _Turns:

@@ -307,10 +307,17 @@ def test_gymnasium_and_openenv_are_environments(trouble):
     assert made.step(action="x") == "at 2 (The episode is over.)"
     with pytest.raises(RaisedError, match="the episode is over"):
         made.step(action="x")
-    assert made.get_reward() == 1.0
+    assert (made.get_reward(), made.step_rewards) == (1.0, (0.5, 0.5))
+    made.reset()
+    assert made.step_rewards == ()
     other, _ = trouble("OpenEnv")
     made = other()
     assert (made.reset(), made.step(action="x"), made.get_reward()) == ("begin", "end (The episode is over.)", 2.0)
+    whole, _ = trouble()
+    made = whole()
+    made.reset()
+    made.add(number=1)
+    assert made.step_rewards == ()
 
 
 def test_tools_are_functions_in_a_process_that_is_started_again(trouble):

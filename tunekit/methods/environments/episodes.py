@@ -32,7 +32,7 @@ from functools import wraps
 from typing import IO, Any, TextIO
 
 from tunekit.errors import RunError
-from tunekit.methods.environments.host import load, receive, send
+from tunekit.methods.environments.host import STEP_REWARDS, load, receive, send
 
 EPISODE = "episode"
 """Column of the number of a row, from which its episodes are seeded."""
@@ -326,14 +326,19 @@ class Seeds:
 def tool_methods(cls: type) -> dict[str, Callable[..., Any]]:
     """Return the methods of an environment that the model may call, by name."""
     functions = dict(inspect.getmembers(cls, inspect.isfunction))
-    if "get_reward" not in functions and _TURN_BASED in functions:
+    if is_turn_based(cls):
         return {_TURN_BASED: functions[_TURN_BASED]}
     return {name: function for name, function in functions.items() if name[0] != "_" and name not in _LIFECYCLE}
 
 
+def is_turn_based(cls: type) -> bool:
+    """Return whether an environment rewards each step, in the way of Gymnasium."""
+    return hasattr(cls, _TURN_BASED) and not hasattr(cls, "get_reward")
+
+
 def owns_reward(cls: type) -> bool:
     """Return whether an environment scores its episodes."""
-    return hasattr(cls, "get_reward") or hasattr(cls, _TURN_BASED)
+    return hasattr(cls, "get_reward") or is_turn_based(cls)
 
 
 def environment_class(cls: type, host: Host, seeds: Seeds) -> type:
@@ -399,6 +404,17 @@ def environment_class(cls: type, host: Host, seeds: Seeds) -> type:
                 self._lose(error)
                 return None
             return reward
+
+        @property
+        def step_rewards(self) -> tuple[float, ...]:
+            """Reward of each step; none where the episode was lost, or is scored as a whole."""
+            if self._lost or not is_turn_based(cls):
+                return ()
+            try:
+                return tuple(self._channel.call(STEP_REWARDS, {}))
+            except LostError as error:
+                self._lose(error)
+                return ()
 
         @property
         def is_lost(self) -> bool:

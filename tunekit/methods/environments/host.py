@@ -127,6 +127,10 @@ def seed_everything(seed: int) -> None:
         sys.modules["torch"].manual_seed(seed)
 
 
+STEP_REWARDS = "__step_rewards__"
+"""Action that asks for the reward of each step."""
+
+
 class Instance:
     """An environment, or a set of tools, as its process holds it.
 
@@ -139,7 +143,7 @@ class Instance:
         self._make = make
         self._environment = make()
         self._max_chars = max_chars
-        self._total = 0.0
+        self._step_rewards: list[float] = []
         self._is_over = False
 
     def do(self, action: str, arguments: dict[str, Any], seed: int | None) -> Any:
@@ -147,14 +151,18 @@ class Instance:
         if action == "reset":
             return self._reset(arguments, seed)
         if action == "get_reward":
-            reward = self._environment.get_reward() if hasattr(self._environment, "get_reward") else self._total
+            reward = (
+                self._environment.get_reward() if hasattr(self._environment, "get_reward") else sum(self._step_rewards)
+            )
             return None if reward is None else float(reward)
+        if action == STEP_REWARDS:
+            return self._step_rewards
         if action == "step" and not hasattr(self._environment, "get_reward"):
             return self._step(arguments)
         return as_text(getattr(self._environment, action)(**arguments), self._max_chars)
 
     def _reset(self, arguments: dict[str, Any], seed: int | None) -> str | None:
-        self._total, self._is_over = 0.0, False
+        self._step_rewards, self._is_over = [], False
         if seed is not None:
             seed_everything(seed)
             arguments = {**arguments, "seed": seed}
@@ -176,7 +184,7 @@ class Instance:
             ended = any(end is True for end in ends[:2])
         else:
             observation, reward, ended = result.observation, result.reward, result.done
-        self._total += float(reward or 0.0)
+        self._step_rewards.append(float(reward or 0.0))
         self._is_over = bool(ended)
         text = as_text(observation, self._max_chars)
         return f"{text} (The episode is over.)" if self._is_over else text
