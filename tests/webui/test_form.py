@@ -30,6 +30,7 @@ REWARD_TYPES = [
 METHODS = {method.name: method for method in tunekit.list_methods()}
 
 FITTING: dict[str, Any] = {
+    "method.teacher_prompt_template": "{prompt} as in {privileged_context}",
     "data.train.format": "text", "data.eval.format": "text", "data.train.columns": {"text": "body: x", "1e-4": "no"},
     "data.train.replace": {"A": "b: c"}, "data.eval.replace": {"A": "b"}, "data.replace": {"{{NAME}}": "Ada"},
     "data.columns": {"text": "b"}, "data.eval.columns": {"text": "b"}, "data.max_length": 2000,

@@ -310,4 +310,6 @@ class MethodSection(Section):
         """
         if key[0] == "data" and key[-1] in ("packing", "padding_free", "loss_on", "curriculum", "too_long"):
             return cls.spec.masks_as_told
+        if key == ("adapter", "dropout"):
+            return not cls.spec.disables_dropout
         return key != ("output", "sample_prompts") or not cls.spec.classifies
