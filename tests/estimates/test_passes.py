@@ -267,17 +267,8 @@ def test_each_prompt_of_distillation_has_one_answer():
 TEACHER = {**SIZES, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 12}
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("adapter", "dtype", "beta"), [("full", "bfloat16", 0.5), ("lora", "bfloat16", 1.0), ("lora", "float32", 1.0)]
-)
-def test_a_step_of_distillation_needs_what_trls_loss_allocates(adapter, dtype, beta):
-    """Within a thirtieth in every phase: a closed form, which says so. That of the comparison is the reference's."""
-    method = DISTILLATION.model_copy(update={"max_completion_length": 768, "beta": beta})
-    how = {"checkpointing": False, "dtype": dtype, "accumulates": False, "rows": "padded"}
-    teacher = Step("llama", tuple(TEACHER.items()), FullAdapter(), 4, length=1024, **how)
-    student = Step("llama", tuple(SIZES.items()), ADAPTERS[adapter], 4, length=1024, **how)
-    one = MethodStep(student, method, teacher=teacher)
+def check_comparison(one):
+    """See that each phase of a step that compares two models is a closed form, within a thirtieth of what is traced."""
     traced, estimated = trace(one), estimate_of(one)
     assert estimated.confidence == "closed form"
     constant = traced.weights_bytes + traced.optimizer_bytes
@@ -292,6 +283,19 @@ def test_a_step_of_distillation_needs_what_trls_loss_allocates(adapter, dtype, b
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
+    ("adapter", "dtype", "beta"), [("full", "bfloat16", 0.5), ("lora", "bfloat16", 1.0), ("lora", "float32", 1.0)]
+)
+def test_a_step_of_distillation_needs_what_trls_loss_allocates(adapter, dtype, beta):
+    method = DISTILLATION.model_copy(update={"max_completion_length": 768, "beta": beta})
+    how = {"checkpointing": False, "dtype": dtype, "accumulates": False, "rows": "padded"}
+    teacher = Step("llama", tuple(TEACHER.items()), FullAdapter(), 4, length=1024, **how)
+    student = Step("llama", tuple(SIZES.items()), ADAPTERS[adapter], 4, length=1024, **how)
+    one = MethodStep(student, method, teacher=teacher)
+    check_comparison(one)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
     ("adapter", "dtype", "kind"),
     [
         ("full", "bfloat16", "base"),
@@ -301,19 +305,10 @@ def test_a_step_of_distillation_needs_what_trls_loss_allocates(adapter, dtype, b
     ],
 )
 def test_a_step_of_self_distillation_needs_what_its_loss_allocates(adapter, dtype, kind):
-    """Within a thirtieth in every phase, but for the full model's copy, whose pass is one of the reference."""
     method = SDFTMethod(max_completion_length=768, teacher_model_kind=kind)
     how = {"checkpointing": False, "dtype": dtype, "accumulates": False, "rows": "padded"}
     one = MethodStep(Step("llama", tuple(SIZES.items()), ADAPTERS[adapter], 4, length=1024, **how), method)
-    traced, estimated = trace(one), estimate_of(one)
-    assert estimated.confidence == "closed form"
-    constant = traced.weights_bytes + traced.optimizer_bytes
-    known = {phase: constant + traced.step_bytes[phase] for phase in estimated.phases if phase in traced.step_bytes}
-    assert set(estimated.phases) - set(known) == {"load", "generation"}
-    assert known.pop("forward") < estimated.phases["forward"] < known["reference"]
-    assert {phase: estimated.phases[phase] for phase in known} == {
-        phase: pytest.approx(size, rel=0.03) for phase, size in known.items()
-    }
+    check_comparison(one)
 
 
 def test_too_few_prompts_for_a_step_are_refused():
