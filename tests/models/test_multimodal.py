@@ -67,7 +67,7 @@ def test_a_checkpoint_is_loaded_whole_and_its_towers_are_frozen(kind, saved):
 @pytest.mark.parametrize("adapter", [FullAdapter(), LoraAdapter(rank=4, target_modules="all-linear")])
 def test_the_score_of_a_reward_model_is_trained(adapter, saved):
     section = ModelSection(path=str(saved("gemma3")))
-    model = load_model(section, dtype="float32", attn_implementation="sdpa", device="cpu", head_seed=0)
+    model = load_model(section, dtype="float32", attn_implementation="sdpa", device="cpu", judged="text")
     assert towers(model) == TOWERS["gemma3"]
     model = attach_adapter(model, adapter, seed=0, task="SEQ_CLS")
     trained = [name for name, weight in model.named_parameters() if weight.requires_grad and "score" in name]

@@ -32,6 +32,7 @@ from tunekit.estimates.memory.experts import (
 from tunekit.estimates.models.model_config import model_types, read_past_of
 from tunekit.estimates.models.rope import Rope, scaled
 from tunekit.estimates.models.towers import Part, Tower, is_unread, part_of
+from tunekit.recipe.methods.spec import Judged
 from tunekit.recipe.sections.adapters import (
     Adapter,
     AnyPeftAdapter,
@@ -381,8 +382,11 @@ class Linears:
         return sum(outputs * inputs * times for (outputs, inputs), times in self.shapes.items())
 
 
-SCORE = "score.weight"
-"""Name in transformers of the head of a reward model."""
+SCORE, SCORE_BIAS = "score.weight", "score.bias"
+"""Names in transformers of the head of a reward model; only of one that scores steps it has a bias."""
+
+NUM_CLASSES = 2
+"""Classes of a step: bad and good."""
 
 _TEXT = re.compile(
     r"(?:\w+\.)*?(?:language_model|text_model|llm)\.|(?:model\.)?(?:embed_tokens|layers|norm)\.|(?:\w+\.)?(?:lm_head|score)\."
@@ -624,10 +628,17 @@ class ModelFacts(Facts):
         """True if the head has no weights of its own and uses those of the embedding."""
         return not self.judges and not any(is_head(name) for name in self.tensors)
 
-    def as_judge(self) -> "ModelFacts":
-        """The model with a score of a text in the place of its head, as transformers loads it with one label."""
+    def as_judge(self, judged: Judged = "text") -> "ModelFacts":
+        """The model with a score in the place of its head, as transformers loads it.
+
+        Args:
+            judged: What it scores: a text by one number, or steps by two classes, with biases.
+        """
         tensors = {name: shape for name, shape in self.tensors.items() if not is_head(name)}
-        return self.model_copy(update={"tensors": tensors | {SCORE: (1, self.hidden_size)}, "judges": True})
+        score: dict[str, tuple[int, ...]] = {SCORE: (1, self.hidden_size)}
+        if judged == "steps":
+            score = {SCORE: (NUM_CLASSES, self.hidden_size), SCORE_BIAS: (NUM_CLASSES,)}
+        return self.model_copy(update={"tensors": tensors | score, "judges": True})
 
     def with_new_layers(self, num_new: int) -> "ModelFacts":
         """The model with a copy of a layer behind each of as many groups of layers."""
@@ -869,7 +880,14 @@ class DataFacts(Facts):
     num_train: int
     num_eval: int | None = None
     format: Literal[
-        "messages", "prompt_completion", "text", "tokens", "preference", "unpaired_preference", "prompts"
+        "messages",
+        "prompt_completion",
+        "text",
+        "tokens",
+        "preference",
+        "unpaired_preference",
+        "stepwise_supervision",
+        "prompts",
     ] = "messages"
     """Shape of the rows, after other shapes were converted to it."""
     is_conversational: bool | None = None

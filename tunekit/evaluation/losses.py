@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from tunekit.data.formats.row_formats import Row
+from tunekit.data.packing.sequences import IGNORED
 from tunekit.data.tokenization.alignment import tokens_of
 from tunekit.evaluation.bootstrap import Figure, Sample, scored
 from tunekit.inference.inference_model import Loaded
@@ -314,6 +315,53 @@ class JudgedPairs:
             _mean(loss, self.of, np.logaddexp(0, -margins), None),
             _mean(logged_figure("accuracy", higher=True), self.of, margins > 0, None),
             _mean(logged_figure("margin"), self.of, margins, None),
+        ]
+
+
+@dataclass(frozen=True)
+class JudgedSteps:
+    """Answers with labelled steps, scored by a process reward model. Before its training its score is random.
+
+    Attributes:
+        of: The rows.
+        ids: Token ids of each row.
+        labels: The label of each token: 1 or 0 where a step is scored, -100 elsewhere.
+    """
+
+    of: str
+    ids: Sequence[Ids]
+    labels: Sequence[Ids]
+    needs_before: bool = False
+
+    def measure(self, loaded: Loaded, tell: Told) -> Values:
+        """The sum of the losses of each row's steps, and how many of them are classified right."""
+        import torch
+
+        num_right = np.zeros(len(self.ids))
+
+        def sums(batch: list[int], given: "torch.Tensor", mask: "torch.Tensor") -> list[float]:
+            logits = loaded.model(input_ids=given, attention_mask=mask, use_cache=False).logits
+            nats = []
+            for line, number in enumerate(batch):
+                labels = torch.tensor(self.labels[number], device=given.device)
+                is_step = labels != IGNORED
+                scores, targets = logits[line, : len(labels)][is_step].double(), labels[is_step]
+                num_right[number] = float((scores.argmax(-1) == targets).sum())
+                nats.append(float(torch.nn.functional.cross_entropy(scores, targets, reduction="sum")))
+            return nats
+
+        return {"nats": through(loaded.model, self.ids, sums, tell), "right": num_right}
+
+    def scores(self, after: Values, before: Values | None) -> list[Score]:
+        """Return the mean loss of a step, and the share of steps classified right."""
+        num_steps = np.array([(np.asarray(labels) != IGNORED).sum() for labels in self.labels], dtype=np.float64)
+        figures = {
+            "nats": Figure("loss", "loss (nats per step)", ".4f", higher_is_better=False),
+            "right": logged_figure("accuracy", higher=True),
+        }
+        return [
+            scored(figure, self.of, Sample(after[name] / num_steps, num_steps), None)
+            for name, figure in figures.items()
         ]
 
 

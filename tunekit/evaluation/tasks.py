@@ -20,10 +20,11 @@ from tunekit.data.prepare import read_dataset, tokens_of
 from tunekit.data.sources.load import LoadedData, load_rows
 from tunekit.data.sources.rows import Rows, RowStore
 from tunekit.data.tokenization.alignment import ANSWERS, read_rows
+from tunekit.data.tokenization.steps import StepTokens
 from tunekit.errors import DataError, RunError, TunekitError
 from tunekit.evaluation.episodes import Episodes
 from tunekit.evaluation.generative import Questions, questions_in, reward_figure
-from tunekit.evaluation.losses import Answered, JudgedPairs, Pairs, Part, Rated, Texts
+from tunekit.evaluation.losses import Answered, JudgedPairs, JudgedSteps, Pairs, Part, Rated, Texts
 from tunekit.evaluation.media_losses import MediaRow, MediaTexts, prepared_rows
 from tunekit.inference.conversations import media_prompt, media_read
 from tunekit.inference.episode_trial import HeldOut
@@ -46,7 +47,7 @@ from tunekit.recipe.reading.phrases import near
 from tunekit.recipe.sections.data import CompleteSource, DataSource, MediaKind
 from tunekit.recipe.sections.rewards import FunctionReward, Reward
 from tunekit.runs.evaluation_result import sliced
-from tunekit.runs.prepared_data import FILES, answered_rows
+from tunekit.runs.prepared_data import FILES, answered_rows, step_tokens_of
 from tunekit.runs.run import Run
 
 if TYPE_CHECKING:
@@ -168,6 +169,9 @@ def parts_of_run(found: Trained, tokenizer: "Tokenizer", rewards: Sequence[Rewar
     if rewards:
         problem = f"{run.name} was trained on preferences, which no metric scores"
         raise DataError(problem, hint="pass prompts with --data")
+    steps = step_tokens_of(run.recipe, tokenizer)
+    if steps is not None:
+        return _steps(of, rows, steps, run.recipe.data.max_length)
     columns = ("completion",) if "completion" in rows[0] else ("chosen", "rejected")
     return _answered(of, rows, columns, tokenizer, method, run.recipe.data.max_length)
 
@@ -205,6 +209,14 @@ def parts_of_file(
     max_length = (
         min(MAX_LENGTH, int(tokenizer.model_max_length)) if found.run is None else found.run.recipe.data.max_length
     )
+    steps = None if found.run is None else step_tokens_of(found.run.recipe, tokenizer)
+    if rows.format == "stepwise_supervision" and steps is not None:
+        return _steps(of, list(rows.rows), steps, max_length), rows.notes
+    if rows.format == "stepwise_supervision":
+        raise DataError(f"{found.name} scores no labeled steps", hint="pass a run of method prm, or other rows")
+    if steps is not None:
+        problem = f"{found.name} scores steps alone"
+        raise DataError(problem, hint="pass rows with a label for each step: prompt, completions, labels")
     if rows.format in ANSWERS:
         part = _answered(of, list(rows.rows), ANSWERS[rows.format], tokenizer, method, max_length)
         return part, rows.notes
@@ -272,6 +284,16 @@ def _answered(
     if method is not None and method.spec.classifies:
         return JudgedPairs(of, chosen, rejected)
     return Pairs(of, chosen, rejected, method)
+
+
+def _steps(of: str, rows: Sequence[Row], steps: StepTokens, max_length: int) -> JudgedSteps:
+    """Return rows with labelled steps; those that are too long are left out, as in training."""
+    encoded = [steps.of_all.of_row(row)[1:] for row in rows]
+    complete = [(ids, labels) for ids, labels in encoded if len(ids) <= max_length]
+    if not complete:
+        problem = f"{of}: none of {counted(len(rows), 'row')} is short enough: limit {max_length:,} tokens"
+        raise DataError(problem, hint="pass shorter ones")
+    return JudgedSteps(of, [ids for ids, _ in complete], [labels for _, labels in complete])
 
 
 def _questions(rows: Rows, rewards: Sequence[Reward], found: Trained, tokenizer: "Tokenizer", wish: Wish) -> Part:

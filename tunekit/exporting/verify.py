@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tunekit.data.packing.sequences import common_prefix_length
 from tunekit.errors import ModelError, TunekitError
+from tunekit.estimates.facts import NUM_CLASSES
 from tunekit.estimates.memory.states import Dtype
 from tunekit.inference.inference_model import Trained, find_trained, load_trained, tokenizer_of
 from tunekit.probe.chat_template import template_in_time
@@ -176,7 +177,7 @@ def load_exported(subject: Subject, found: Trained, *, dtype: Dtype, device: str
     is_adapter = subject.kind == "adapter"
     trust = found.base.trust_remote_code
     section = found.base if is_adapter else ModelSection(path=subject.folder, trust_remote_code=trust)
-    model: Any = load_model(section, dtype=dtype, device=device, head_seed=0 if found.judges else None)
+    model: Any = load_model(section, dtype=dtype, device=device, judged=found.judged)
     if is_adapter:
         from peft import PeftModel
 
@@ -243,7 +244,7 @@ def _greedy(model: Any, ids: list[int], num_tokens: int) -> list[int]:
 
 
 def _logits(model: Any, ids: list[int]) -> "Tensor":
-    """Logits at every position, (seq, vocab), or the score, (1, 1), in float32 on the CPU."""
+    """Logits at every position, (seq, vocab) or (seq, 2), or the score, (1, 1), in float32 on the CPU."""
     import torch
 
     inputs = torch.tensor([ids], device=model.device)
@@ -255,7 +256,7 @@ def _logits(model: Any, ids: list[int]) -> "Tensor":
 
 def _error(logits: "Tensor", reference: "Tensor") -> float:
     """Largest difference of a position's logits as a share of their spread, by root mean squares."""
-    if reference.shape[-1] == 1:
+    if reference.shape[-1] <= NUM_CLASSES:
         return float((logits - reference).abs().max() / reference.abs().max().clamp_min(1.0))
     spread = (reference - reference.mean(-1, keepdim=True)).square().mean(-1).sqrt()
     error = (logits - reference).square().mean(-1).sqrt() / spread.clamp_min(1e-12)

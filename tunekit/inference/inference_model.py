@@ -23,6 +23,7 @@ from tunekit.probe.model_files import check_settings
 from tunekit.probe.new_tokens import add_new_tokens
 from tunekit.probe.origin import ADAPTER_WEIGHTS, in_folder, origin_of
 from tunekit.recipe.load import reload_recipe
+from tunekit.recipe.methods.spec import Judged
 from tunekit.recipe.sections.adapters import (
     AnyPeftAdapter,
     FullAdapter,
@@ -74,9 +75,14 @@ class Trained:
         return None if self.run is None else self.run.recipe.train.qat
 
     @property
+    def judged(self) -> Judged | None:
+        """What it scores; None if it generates."""
+        return None if self.run is None else self.run.recipe.method.spec.classifies
+
+    @property
     def judges(self) -> bool:
-        """True if it scores texts and generates none."""
-        return self.run is not None and self.run.recipe.method.spec.classifies
+        """True if it scores texts or steps and generates none."""
+        return self.judged is not None
 
     @property
     def is_chat(self) -> bool:
@@ -216,7 +222,7 @@ def load_trained(
     Raises:
         ModelError: It cannot be loaded.
     """
-    from tunekit.models.load import Task, load_model, peft_config, read_adapter, with_trained_values
+    from tunekit.models.load import load_model, peft_config, read_adapter, task_of, with_trained_values
     from tunekit.models.virtual_tokens import hide_virtual_tokens
 
     adapter = found.adapter
@@ -225,7 +231,7 @@ def load_trained(
         dtype=stored_dtype(found) if dtype == "auto" else dtype,
         device=device,
         quantization=adapter if as_trained and isinstance(adapter, QloraAdapter) else None,
-        head_seed=0 if found.judges else None,
+        judged=found.judged,
     )
     if as_trained and found.qat is not None:
         from tunekit.models.fake_quantization import to_fake_quantized
@@ -234,9 +240,8 @@ def load_trained(
     if adapter is not None:
         from peft import get_peft_model
 
-        task: Task = "SEQ_CLS" if found.judges else "CAUSAL_LM"
         folder = Path(found.folder)
-        adapted = get_peft_model(model, peft_config(adapter, model, task=task, trained=folder))
+        adapted = get_peft_model(model, peft_config(adapter, model, task=task_of(found.judged), trained=folder))
         read_adapter(adapted, folder)
         if isinstance(adapter, PromptTuningAdapter):
             hide_virtual_tokens(adapted)

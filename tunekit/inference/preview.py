@@ -19,7 +19,7 @@ from tunekit.recipe.methods.on_policy import RewardedMethod
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.data import CompleteSource
 from tunekit.runs.fingerprints import continued
-from tunekit.runs.prepared_data import answered_rows, room_of
+from tunekit.runs.prepared_data import answered_rows, room_of, step_tokens_of
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def preview_data(
         default_split="eval" if source.key.startswith("data.eval") else "train",
     )
     rows = look.rows
-    tokens = _Tokens() if rows is None else _tokens(recipe, rows)
+    tokens = _Tokens() if rows is None else _tokens(recipe, rows, is_trained=not source.key.startswith("data.eval"))
     shown_rows: tuple[preview.RowPreview, ...] = ()
     reads: dict[str, str] = {}
     if rows is not None:
@@ -98,7 +98,7 @@ def _source(recipe: Recipe, key: str | None) -> CompleteSource:
     return matching
 
 
-def _tokens(recipe: Recipe, rows: Rows) -> _Tokens:
+def _tokens(recipe: Recipe, rows: Rows, *, is_trained: bool) -> _Tokens:
     """Return the tokenization of rows; without a tokenizer or a template that accepts them they are shown as text."""
     try:
         recipe = continued(recipe)
@@ -111,7 +111,10 @@ def _tokens(recipe: Recipe, rows: Rows) -> _Tokens:
             if rows.media:
                 processor = load_processor(recipe.model, tokenizer, rows.media)
                 room, pictures = replace(room, cuts=False), PictureAnswers(processor)
-            return _Tokens(preview.answered_sequences(rows, tokenizer, room, pictures), notes)
+            steps = step_tokens_of(recipe, tokenizer)
+            if steps is not None and not is_trained:
+                steps = steps.of_all
+            return _Tokens(preview.answered_sequences(rows, tokenizer, room, pictures, steps), notes)
         media = MediaTokens(load_processor(recipe.model, tokenizer, rows.media)) if rows.media else None
         show, encoder = preview.trained_sequences(
             rows, tokenizer, recipe.data.max_length, media, too_long=recipe.data.too_long

@@ -87,6 +87,8 @@ def token_trainer(
         keep_order(trainer, order)
     # Each process makes its own micro-batches of a stream, and gets none that the first one has made.
     trainer.accelerator.dataloader_config.dispatch_batches = False
+    if parts.plan.recipe.method.spec.classifies is not None:
+        return trainer
     trainer.learns_from_sums = parts.head == "sums"
     replace_heads(trainer, sums_losses=trainer.learns_from_sums, keeps_trls=parts.head == "tiles")
     if parts.head != "tiles" and parts.processor is None:

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tunekit.errors import ModelError
+from tunekit.estimates.facts import NUM_CLASSES
 from tunekit.estimates.memory.states import Dtype
 from tunekit.estimates.models.model_config import model_types, read_past_of
 from tunekit.estimates.models.rope import Rope, are_told_apart, full_of, scaled
@@ -49,6 +50,7 @@ from tunekit.probe.model_files import check_normalizer, check_settings
 from tunekit.probe.new_tokens import NewTokens, add_new_tokens
 from tunekit.probe.origin import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tunekit.probe.processors import kinds_of
+from tunekit.recipe.methods.spec import Judged
 from tunekit.recipe.sections.adapters import (
     ALL_LINEAR,
     AdaloraAdapter,
@@ -285,7 +287,8 @@ def load_model(
     device: str | None,
     quantization: QloraAdapter | None = None,
     distributed: "DistributedConfig | None" = None,
-    head_seed: int | None = None,
+    judged: Judged | None = None,
+    head_seed: int = 0,
 ) -> "PreTrainedModel":
     """The model on its device.
 
@@ -299,15 +302,15 @@ def load_model(
         device: Where the weights go: `cpu`, `cuda` or `meta`; None where DeepSpeed divides them as they are read.
         quantization: How to quantize linear layers and experts to 4 bits, or None.
         distributed: How to divide it over the processes, each of which loads its part to its own device then.
-        head_seed: For a model that judges: seed of the score that it has for a head, one number for a text. One that
-            has a score already keeps it.
+        judged: What is scored, for a model that has a score for a head.
+        head_seed: Seed of that score. A model that has one already keeps it.
 
     Raises:
         ModelError: The model cannot be loaded.
     """
     import torch
     from safetensors import SafetensorError
-    from transformers import AutoModelForSequenceClassification, set_seed
+    from transformers import set_seed
 
     from tunekit.models.attention import register_packed_attention
     from tunekit.models.documents import tell_documents_apart
@@ -315,7 +318,7 @@ def load_model(
     if attn_implementation == VARLEN:
         register_packed_attention()
     torch_dtype = getattr(torch, dtype)
-    if head_seed is not None:
+    if judged is not None:
         set_seed(head_seed)
     is_given = device == "meta" and distributed is None
     try:
@@ -325,9 +328,7 @@ def load_model(
             from tunekit.models.published import how_to_read
 
             config = how_to_read(files, quantization, torch_dtype)
-        if head_seed is not None:
-            files.num_labels = 1
-        kind = auto_class(files) if head_seed is None else AutoModelForSequenceClassification
+        kind = auto_class(files) if judged is None else _with_score(files, judged, section)
         with _keeping_buffers() if is_given else contextlib.nullcontext():
             model, info = kind.from_pretrained(
                 model_folder(section),
@@ -357,7 +358,7 @@ def load_model(
             f"model.path: the weights of {section.path!r} are damaged: {_first_line(error)}",
             hint="download or save them again",
         ) from error
-    heads = SCORES if head_seed is not None else ()
+    heads = SCORES if judged is not None else ()
     missing = sorted(name for name in info["missing_keys"] if not name.startswith(heads))
     if missing:
         raise ModelError(
@@ -381,7 +382,47 @@ def load_model(
 
 
 SCORES = ("score.", "classifier.")
-"""Names of heads that judge, in transformers' models for sequence classification."""
+"""Names of heads that judge, in transformers' models for sequence and token classification."""
+
+
+def _with_score(config: "PretrainedConfig", judged: Judged, section: ModelSection) -> Any:
+    """Return the auto class of models with a score for a head, and set its size in a model's configuration.
+
+    Raises:
+        ModelError: The family has none that scores steps.
+    """
+    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+    if judged == "text":
+        config.num_labels = 1
+        return AutoModelForSequenceClassification
+    _check_scores_tokens(config, section)
+    config.num_labels = NUM_CLASSES
+    # By default some families drop a tenth of what the score reads.
+    config.classifier_dropout = 0.0
+    return AutoModelForTokenClassification
+
+
+def check_scores_steps(section: ModelSection) -> None:
+    """Check by its configuration that transformers can build a model with a score of each token.
+
+    Raises:
+        ModelError: It cannot, or the configuration cannot be read.
+    """
+    try:
+        _check_scores_tokens(read_config(section), section)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model.path: {section.path!r} cannot be loaded: {_first_line(error)}") from error
+
+
+def _check_scores_tokens(config: "PretrainedConfig", section: ModelSection) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
+
+    own = section.trust_remote_code and config.to_dict().get("auto_map")
+    if config.model_type in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES or own:
+        return
+    problem = f"model.path: transformers has no model for token classification of type {config.model_type}"
+    raise ModelError(problem, hint="use another model, such as a Qwen3 or a Llama, to score steps")
 
 
 def complete_outputs(model: "PreTrainedModel") -> None:
@@ -610,8 +651,14 @@ def to_float8(model: "Module") -> int:
     return sum(isinstance(module, Float8Linear) for module in model.modules())
 
 
-Task = Literal["CAUSAL_LM", "SEQ_CLS"]
-"""PEFT's task type. With `SEQ_CLS` the score that replaces the head is trained and saved whole."""
+Task = Literal["CAUSAL_LM", "SEQ_CLS", "TOKEN_CLS"]
+"""PEFT's task type. With the last two the score that replaces the head is trained and saved whole."""
+
+
+def task_of(judged: Judged | None) -> Task:
+    """Return PEFT's task type of a model, by what it scores; None: it generates."""
+    tasks: dict[Judged | None, Task] = {None: "CAUSAL_LM", "text": "SEQ_CLS", "steps": "TOKEN_CLS"}
+    return tasks[judged]
 
 
 def attach_adapter(

@@ -202,8 +202,8 @@ def resolve(
 
 def _as_trained(model: ModelFacts, recipe: Recipe) -> ModelFacts:
     """The model as its method loads it, and with the layers that its adapter inserts; it may be that already."""
-    if recipe.method.spec.classifies and not model.judges:
-        model = model.as_judge()
+    if recipe.method.spec.classifies is not None and not model.judges:
+        model = model.as_judge(recipe.method.spec.classifies)
     num_new = recipe.adapter.new_layers if isinstance(recipe.adapter, FullAdapter) else None
     if num_new is None or model.num_new_layers or model.num_layers % num_new:
         return model

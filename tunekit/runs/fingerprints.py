@@ -372,11 +372,13 @@ def _conflicts(recipe: Recipe) -> Iterator[Conflict]:
     if recipe.model.revision is not None:
         what = f"{recipe.model.revision!r} does not apply to a run: {origin.name} records its base model"
         yield Conflict(("model", "revision"), what, "unset it")
-    judges = bool(origin.runs) and METHODS[origin.runs[-1].method].spec.classifies
-    if judges and not recipe.method.spec.classifies:
-        what = f"{origin.name} is a reward model: it scores answers and generates none"
+    judged = METHODS[origin.runs[-1].method].spec.classifies if origin.runs else None
+    wanted = recipe.method.spec.classifies
+    if judged is not None and wanted != judged:
+        kind = "a reward model: it scores answers" if judged == "text" else "a process reward model: it scores steps"
+        what = f"{origin.name} is {kind} and generates none"
         yield Conflict(("model", "path"), what, "set a run that trained a generative model")
-    if not judges and recipe.method.spec.classifies and origin.adapter is not None:
+    if judged is None and wanted is not None and origin.adapter is not None:
         what = f"the adapter of {origin.name} is for a generative model and cannot be trained as a reward model"
         yield Conflict(("model", "path"), what, "start from its base model, or from a full fine-tuning run")
     for field, requested, has in contradictions(origin, recipe.adapter):

@@ -21,13 +21,22 @@ from tunekit.data.sources.load import LoadedData, Rows
 from tunekit.data.sources.rows import Skipped, is_url, without_user
 from tunekit.data.sources.teacher_prompts import with_teacher_prompts
 from tunekit.data.tokenization.alignment import BARE_PROMPTS, AlignmentSplit, Measured, Room, are_bare, measure_data
+from tunekit.data.tokenization.steps import StepTokens
 from tunekit.data.tokenization.tokenize import TokenReport
 from tunekit.errors import DataError, ModelError
 from tunekit.estimates.facts import DataFacts, SourceFacts
 from tunekit.files import SHIPPED_MODELS
-from tunekit.models.load import PROCESSORS, load_processor, load_tokenizer
+from tunekit.models.load import PROCESSORS, check_scores_steps, load_processor, load_tokenizer
 from tunekit.recipe.chat_templates import named_template
-from tunekit.recipe.methods import Method, generates, has_teacher, is_rewarded, teaches_itself, uses_tools
+from tunekit.recipe.methods import (
+    Method,
+    generates,
+    has_teacher,
+    is_rewarded,
+    scores_steps,
+    teaches_itself,
+    uses_tools,
+)
 from tunekit.recipe.methods.on_policy import OnPolicyMethod
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.data import DataSource, MediaKind, Sources
@@ -237,7 +246,11 @@ def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None 
             _check_all_have_pictures((*data.train, *data.eval))
             if has_teacher(recipe.method):
                 _check_teacher_reads(recipe.method.teacher, recipe, answers.images, (*data.train, *data.eval))
-    splits = measure_data(recipe.data, data, tokenizer, room, on_progress, answers=answers)
+    steps = step_tokens_of(recipe, tokenizer)
+    if steps is not None:
+        check_scores_steps(recipe.model)
+        steps.check()
+    splits = measure_data(recipe.data, data, tokenizer, room, on_progress, answers=answers, steps=steps)
     train, shares = splits[0], splits[0].shares
     evaluated = sum(len(source.kept) for source in splits[1].sources) if len(splits) > 1 else None
     facts = DataFacts(
@@ -266,7 +279,25 @@ def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None 
         for source in split.sources
         if source.num_dropped
     )
-    return PreparedRows(splits, facts, (*data.notes, *bare, *skipped), data.skipped)
+    divided = [] if steps is None else list(_divided_steps(steps, data.train))
+    return PreparedRows(splits, facts, (*data.notes, *bare, *skipped, *divided), data.skipped)
+
+
+def step_tokens_of(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase") -> StepTokens | None:
+    """Return the tokens of steps by a recipe; None for a method that does not score them."""
+    method = recipe.method
+    if not scores_steps(method):
+        return None
+    return StepTokens(tokenizer, method.step_separator, method.train_on_last_step_only)
+
+
+def _divided_steps(steps: StepTokens, sources: Iterable[Rows]) -> Iterator[str]:
+    """Yield notes on steps that would be several in a text of completions."""
+    for rows in sources:
+        num = sum(any(len(steps.split(step)) > 1 for step in row["completions"]) for row in rows.rows)
+        if num:
+            words = f"{rows.source}: {counted(num, 'row')} with the separator {steps.separator!r} within a step"
+            yield f"{words}: as a reward, the model would score its parts as steps of their own"
 
 
 def answered_rows(
@@ -341,6 +372,7 @@ def report_on_rows(
         notes=prepared.notes,
         skipped=prepared.skipped,
         pictures=pictures,
+        steps=step_tokens_of(recipe, tokenizer),
     )
 
 

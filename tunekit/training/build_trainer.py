@@ -29,7 +29,7 @@ from tunekit.errors import DependencyError
 from tunekit.estimates.facts import continued_adapter
 from tunekit.files import read_table
 from tunekit.methods.arguments import Parts
-from tunekit.models.load import Task, attach_adapter, load_model, load_processor, merge_adapter, use_liger
+from tunekit.models.load import attach_adapter, load_model, load_processor, merge_adapter, task_of, use_liger
 from tunekit.planner.plan import VARLEN, Plan, Schedule
 from tunekit.probe.origin import in_folder
 from tunekit.recipe.methods import METHODS, is_rewarded
@@ -69,7 +69,8 @@ def load_policy(plan: Plan, *, device: str | None) -> "PreTrainedModel":
         attn_implementation=plan.attn_implementation,
         device=device,
         distributed=distributed_config(plan),
-        head_seed=recipe.train.seed if recipe.method.spec.classifies else None,
+        judged=recipe.method.spec.classifies,
+        head_seed=recipe.train.seed,
         quantization=recipe.adapter if isinstance(recipe.adapter, QloraAdapter) else None,
     )
     if plan.kernels == "liger":
@@ -99,7 +100,7 @@ def load_adapted(
         checkpoint: Folder of weights that the adapter is to get next.
     """
     recipe, model, trained = plan.recipe, load_policy(plan, device=device), continued_folder(plan, device)
-    task: Task = "SEQ_CLS" if recipe.method.spec.classifies else "CAUSAL_LM"
+    task = task_of(recipe.method.spec.classifies)
     seed, tokens, adapter, sources = recipe.train.seed, plan.new_tokens, recipe.adapter, None
     if isinstance(adapter, LoraAdapter) and adapter.needs_sources:
         if checkpoint is not None and adapter.distributes_ranks:
@@ -118,8 +119,7 @@ def _sources_of(plan: Plan, adapter: LoraAdapter, run: Run | None) -> "Sources":
         return draw(rows, adapter.num_init_rows, plan.recipe.train.seed)
 
     def weights() -> "PreTrainedModel":
-        judges = plan.recipe.method.spec.classifies
-        return load_model(plan.base, dtype=plan.dtype, device="cpu", head_seed=0 if judges else None)
+        return load_model(plan.base, dtype=plan.dtype, device="cpu", judged=plan.recipe.method.spec.classifies)
 
     return Sources(documents, weights)
 

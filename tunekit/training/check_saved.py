@@ -15,6 +15,7 @@ from peft import PeftModel
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from tunekit.errors import ModelError, RunError
+from tunekit.estimates.facts import NUM_CLASSES
 from tunekit.estimates.memory.states import BYTES
 from tunekit.models.load import load_model
 from tunekit.planner.plan import Plan
@@ -115,10 +116,11 @@ def logit_error(logits: torch.Tensor, reference: torch.Tensor) -> float:
     """Return the root mean square of the difference of logits as a share of their spread over the vocabulary.
 
     Args:
-        logits: `(tokens, vocabulary)`, or scores, `(rows, 1)`, whose differences are shares of the largest or of 1.
+        logits: `(tokens, vocabulary)`, or scores, `(rows, 1)` or `(tokens, 2)`, whose differences are shares of the
+            largest or of 1.
         reference: What they should be.
     """
-    if reference.shape[-1] == 1:
+    if reference.shape[-1] <= NUM_CLASSES:
         return float((logits - reference).abs().max() / reference.abs().max().clamp_min(1.0))
     # Tokens that a model rules out have a logit of minus infinity.
     same = logits == reference
@@ -136,7 +138,7 @@ def _load(plan: Plan, folder: Path, device: str) -> Any:
         dtype=plan.trained_dtype if is_full else plan.dtype,
         device=device,
         quantization=adapter if isinstance(adapter, QloraAdapter) else None,
-        head_seed=0 if plan.recipe.method.spec.classifies else None,
+        judged=plan.recipe.method.spec.classifies,
     )
     if plan.recipe.train.qat is not None:
         from tunekit.models.fake_quantization import to_fake_quantized
@@ -146,7 +148,9 @@ def _load(plan: Plan, folder: Path, device: str) -> Any:
 
 
 def _logits(model: Any, ids: list[int], device: torch.device | str) -> torch.Tensor:
-    """Return the logits of a row, `(tokens, vocabulary)`, or its score, `(1, 1)`, in float32 on the CPU."""
+    """Return the logits of a row, `(tokens, vocabulary)` or `(tokens, 2)`, or its score, `(1, 1)`, in float32 on the
+    CPU.
+    """
     tokens = torch.tensor([ids], device=device)
     output: torch.Tensor = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits
     # PEFT alone gives virtual tokens logits too.

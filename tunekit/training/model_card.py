@@ -17,6 +17,7 @@ from tunekit.models.virtual_tokens import WITHOUT_CACHE
 from tunekit.planner.plan import Plan
 from tunekit.probe.model import HUB_SECONDS, model_folder
 from tunekit.recipe.load import dump_recipe
+from tunekit.recipe.methods.spec import Judged
 from tunekit.recipe.reading.parse import dotted
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.adapters import FullAdapter, PromptTuningAdapter, QloraAdapter
@@ -25,6 +26,13 @@ from tunekit.redact import redacted, with_references
 from tunekit.runs.evaluation_result import Score, evaluations_of, newest_scores
 from tunekit.runs.fingerprints import CODE, models_of
 from tunekit.runs.run import Run
+
+_PIPELINES: dict[Judged | None, str] = {
+    None: "text-generation",
+    "text": "text-classification",
+    "steps": "token-classification",
+}
+"""The hub's names of tasks, by what a model scores."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +159,7 @@ def write_card(
 def _metadata(run: Run, licence: Licence | None, evaluated: Sequence[Score], *, is_full: bool) -> ModelCardData:
     """Return the metadata that the hub reads from a card: the names in it are names there."""
     recipe, base = run.recipe, run.plan.base.path
-    task = "text-classification" if recipe.method.spec.classifies else "text-generation"
+    task = _PIPELINES[recipe.method.spec.classifies]
     is_on_hub = "/" in base and not base.startswith(("/", ".", "~")) and not Path(base).exists()
     relation = "finetune" if is_full else "adapter"
     figures = [

@@ -1,4 +1,4 @@
-"""Answers that are compared: a better one with a worse one, several in order, or one that is good or bad.
+"""Answers that are compared: a better one with a worse one, several in order, or one that is good or bad, or its steps.
 
 A pair is kept as TRL wants it, `prompt`, `chosen` and `rejected`, all texts or all lists of messages. Where the prompt
 is not a column, it is what both answers begin with. Conversations show where it ends: before the assistant speaks.
@@ -170,11 +170,37 @@ def rated(row: Row) -> Row:
     }
 
 
-def _label(value: object) -> bool:
+def with_labelled_steps(row: Row) -> Row:
+    """An answer as the list of its steps, each of which is good or bad (TRL's stepwise supervision)."""
+    question = prompt(row["prompt"], move="move that message to completions, as steps")
+    texts = of_type(row["completions"], list, "completions must be a list of steps")
+    labels = of_type(row["labels"], list, "labels must be a list with true or false for each step")
+    if not texts:
+        raise BadRow("completions is empty")
+    if len(texts) != len(labels):
+        raise BadRow(f"{counted(len(texts), 'step')} in completions, but {counted(len(labels), 'label')}")
+    steps = [text(step, f"completions[{i}]") for i, step in enumerate(texts)]
+    return {"prompt": question, "completions": steps, "labels": [_step_label(*each) for each in enumerate(labels)]}
+
+
+def _step_label(index: int, value: object) -> bool:
+    bit = _bit(value)
+    if bit is None:
+        raise BadRow(f"labels[{index}] must be true (good step) or false (bad), got {described(value)}")
+    return bit
+
+
+def _bit(value: object) -> bool | None:
+    """Return a label that is a boolean, or 0 or 1; None for anything else."""
     if isinstance(value, bool):
         return value
-    if type(value) is int and value in (0, 1):
-        return value == 1
+    return value == 1 if type(value) is int and value in (0, 1) else None
+
+
+def _label(value: object) -> bool:
+    bit = _bit(value)
+    if bit is not None:
+        return bit
     if value in ("true", "false"):  # as CSV has it
         return value == "true"
     description = f"the string '{value[:40]}'" if isinstance(value, str) else described(value)

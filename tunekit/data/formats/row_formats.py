@@ -28,7 +28,16 @@ from tunekit.files import read_table
 from tunekit.recipe.methods import METHODS
 from tunekit.recipe.sections.data import MediaKind, SourceFormat
 
-Format = Literal["messages", "prompt_completion", "text", "tokens", "preference", "unpaired_preference", "prompts"]
+Format = Literal[
+    "messages",
+    "prompt_completion",
+    "text",
+    "tokens",
+    "preference",
+    "unpaired_preference",
+    "stepwise_supervision",
+    "prompts",
+]
 """Shape of rows that a method can learn from."""
 
 Row = dict[str, Any]
@@ -201,9 +210,9 @@ def _suggestion(columns: Sequence[str], missing: Iterable[str] | None = None) ->
     near = misspelt(columns, missing)
     if near is not None:
         return near
-    for name, other in TABLES["partners"]:
-        if name in columns and other not in columns:
-            return f"column {name} requires a column {other}"
+    for name, *others in TABLES["partners"]:
+        if name in columns and not set(others) & set(columns):
+            return f"column {name} requires a column {' or '.join(others)}"
     if missing is not None:
         return f"columns: {listed(columns)}"
     formats = "; ".join(f"{format}: {listed(needed)}" for format, needed in COLUMNS.items())
@@ -216,7 +225,9 @@ def _suggestion(columns: Sequence[str], missing: Iterable[str] | None = None) ->
 def misspelt(columns: Sequence[str], missing: Iterable[str] | None = None) -> str | None:
     """The advice to rename a column that is nearly one of a format."""
     # `score` and `labels` are names by themselves far more often than they are misspelt.
-    candidates = [name for name in NEEDED if name not in ("scores", "label")] if missing is None else list(missing)
+    candidates = (
+        [name for name in NEEDED if name not in ("scores", "label", "labels")] if missing is None else list(missing)
+    )
     for name in candidates:
         near = nearest(name, (column for column in columns[:LOOKED_AT] if column not in NEEDED), cutoff=0.7)
         if near is not None:

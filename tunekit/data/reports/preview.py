@@ -23,6 +23,7 @@ from tunekit.data.reports.report import Sample
 from tunekit.data.sources.rows import Rows, RowStore, Skipped
 from tunekit.data.tokenization.alignment import ANSWERS, Room, check_calls, prompt_tokens, tokens_of
 from tunekit.data.tokenization.encode import Encoder
+from tunekit.data.tokenization.steps import StepTokens
 from tunekit.data.tokenization.tokenize import TokenReport
 from tunekit.errors import DataError
 from tunekit.recipe.sections.data import TooLong
@@ -244,7 +245,11 @@ def trained_sequences(
 
 
 def answered_sequences(
-    rows: Rows, tokenizer: "PreTrainedTokenizerBase", room: Room, pictures: PictureAnswers | None = None
+    rows: Rows,
+    tokenizer: "PreTrainedTokenizerBase",
+    room: Room,
+    pictures: PictureAnswers | None = None,
+    steps: StepTokens | None = None,
 ) -> Show:
     """Return the tokenization of rows of answers, or of prompts alone.
 
@@ -253,7 +258,10 @@ def answered_sequences(
         tokenizer: Tokenizer of the model.
         room: The longest prompt, and the longest prompt with an answer.
         pictures: Tokenizes rows, where some have pictures.
+        steps: Tokenizes rows, where their answers are lists of steps.
     """
+    if steps is not None:
+        return _with_steps(rows, steps, room)
     columns = ANSWERS[rows.format]
 
     def show(index: int) -> tuple[tuple[ShownSequence, ...], int, str | None]:
@@ -288,6 +296,21 @@ def answered_sequences(
         if not columns:
             sequences = [_shown("prompt", prompt, [IGNORED] * len(prompt), [], tokenizer, places[0])]
         return tuple(sequences), 0, left_out
+
+    return show
+
+
+def _with_steps(rows: Rows, steps: StepTokens, room: Room) -> Show:
+    def show(index: int) -> tuple[tuple[ShownSequence, ...], int, str | None]:
+        _check_size(rows, index)
+        try:
+            num_given, ids, labels = steps.of_row(rows.rows[index])
+        except DataError:
+            raise
+        except Exception as error:  # a template is the model's or the user's: it may raise anything
+            raise DataError(f"the chat template cannot render the row: {error}") from error
+        sequence = _shown("completions", ids, labels, [], steps.tokenizer)
+        return (sequence,), 0, None if room.has(num_given, [len(ids)]) else room.too_long
 
     return show
 

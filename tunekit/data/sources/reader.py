@@ -84,6 +84,7 @@ _PLAIN: dict[SourceFormat, Callable[[Row], Row]] = {
     "tokens": convert.check_tokens,
     "ranking": preferences.best_and_worst,
     "unpaired_preference": preferences.rated,
+    "stepwise_supervision": preferences.with_labelled_steps,
     "prompts": convert.prompt_with_references,
 }
 _NOTED: dict[SourceFormat, Callable[[Row, Findings], Row]] = {

@@ -21,7 +21,7 @@ from tunekit.data.formats.messages import check_calls_written, tools_of
 from tunekit.data.formats.row_formats import Format, Row, counted
 from tunekit.data.media.answers import PAIR, PictureAnswers
 from tunekit.data.media.kinds import COLUMN, media_of
-from tunekit.data.packing.sequences import Mixing, Mixture, common_prefix_length, mix, ordered
+from tunekit.data.packing.sequences import IGNORED, Mixing, Mixture, common_prefix_length, mix, ordered
 from tunekit.data.prepare import Progress, SourceShare, read_dataset, splits_of
 from tunekit.data.sources.load import LoadedData
 from tunekit.data.sources.rows import Places, Rows
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     import datasets
     import numpy as np
     from transformers import PreTrainedTokenizerBase
+
+    from tunekit.data.tokenization.steps import StepTokens
 
 _COLUMN = "row"
 _BATCH_ROWS = 1000
@@ -85,7 +87,7 @@ class Measured:
         kept: Indices of its rows that leave room for an answer, rising.
         num_tokens: Tokens of each of them, of its answers with their prompt, or of a prompt alone.
         is_good: Whether the answer of each of them is good, where rows say so.
-        num_trainable_tokens: Of all of them, those of answers.
+        num_trainable_tokens: Of all of them, those of answers, or those at which steps are scored.
         num_truncated: Rows with an answer that is cut.
         lengths: Tokens of each row before anything was cut or left out, of its longest answer with its prompt, or of a
             prompt alone.
@@ -208,6 +210,7 @@ def measure_data(
     on_progress: Progress | None = None,
     *,
     answers: PictureAnswers | None = None,
+    steps: "StepTokens | None" = None,
 ) -> tuple[AlignmentSplit, ...]:
     """Measure the rows of a recipe, and leave out those that are too long.
 
@@ -218,6 +221,7 @@ def measure_data(
         room: The longest prompt, and the longest prompt with an answer.
         on_progress: Told how far the rows of a source are.
         answers: Tokenizes rows, where some have pictures.
+        steps: Tokenizes rows, where their answers are lists of steps.
 
     Returns:
         `train`, and `eval` if the recipe has one.
@@ -225,10 +229,12 @@ def measure_data(
     Raises:
         DataError: No row of a source leaves room for an answer, or the rows do not fit the chat template.
     """
-    return tuple(
-        AlignmentSplit(name, tuple(_measure(rows, tokenizer, room, on_progress, answers) for rows in sources), mixing)
-        for name, sources, mixing in splits_of(section, data)
-    )
+    splits = []
+    for name, sources, mixing in splits_of(section, data):
+        labelled = steps if steps is None or name == "train" else steps.of_all
+        measured = tuple(_measure(rows, tokenizer, room, on_progress, answers, labelled) for rows in sources)
+        splits.append(AlignmentSplit(name, measured, mixing))
+    return tuple(splits)
 
 
 def _measure(
@@ -237,6 +243,7 @@ def _measure(
     room: Room,
     on_progress: Progress | None,
     answers: PictureAnswers | None,
+    steps: "StepTokens | None",
 ) -> Measured:
     import numpy as np
 
@@ -248,8 +255,12 @@ def _measure(
     num_media: Counter[MediaKind] = Counter()
     num_media_tokens: Counter[MediaKind] = Counter()
     for index, row in enumerate(rows.rows):
+        num_labels: int | None = None
         try:
-            if answers is None:
+            if steps is not None:
+                prompt_tokens, *answered, labels = steps.of_row(row)
+                num_labels = len(labels) - labels.count(IGNORED)
+            elif answers is None:
                 check_calls(row, ANSWERS[rows.format], tokenizer, rows.place(index))
                 prompt_tokens, answered = tokens_of(row, ANSWERS[rows.format], tokenizer)
                 for column in room.prompts[1:]:
@@ -273,7 +284,7 @@ def _measure(
             indices.append(index)
             sizes.append(sum(cut) or prompt_tokens)
             good.append(row.get("label") is True)
-            num_trainable += sum(cut) - prompt_tokens * len(cut)
+            num_trainable += sum(cut) - prompt_tokens * len(cut) if num_labels is None else num_labels
             num_truncated += cut != sequences
         if on_progress is not None and ((index + 1) % _TOLD_EVERY == 0 or index + 1 == len(rows)):
             on_progress(rows.source, index + 1, len(rows))
@@ -295,7 +306,12 @@ def _measure(
     )
 
 
-ANSWERS: dict[Format, tuple[str, ...]] = {"preference": PAIR, "unpaired_preference": ("completion",), "prompts": ()}
+ANSWERS: dict[Format, tuple[str, ...]] = {
+    "preference": PAIR,
+    "unpaired_preference": ("completion",),
+    "stepwise_supervision": ("completions",),
+    "prompts": (),
+}
 """Columns of answers by format. What stands beside prompts is for the rewards, whatever it is called."""
 
 

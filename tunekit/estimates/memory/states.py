@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-from tunekit.estimates.facts import SCORE, ModelFacts, Origin, continued_adapter, is_embedding, is_head
+from tunekit.estimates.facts import SCORE, SCORE_BIAS, ModelFacts, Origin, continued_adapter, is_embedding, is_head
 from tunekit.estimates.models.model_config import model_types
 from tunekit.recipe.methods.spec import MethodSection
 from tunekit.recipe.sections.adapters import (
@@ -176,7 +176,9 @@ def _is_trained(name: str, model: ModelFacts, adapter: FullAdapter) -> bool:
     if model.is_tower(name):
         return True
     names = dict.fromkeys((name, model.module_name(name)))
-    return any(adapter.trains(each, model.num_layers) for each in names) or (model.judges and name == SCORE)
+    return any(adapter.trains(each, model.num_layers) for each in names) or (
+        model.judges and name in (SCORE, SCORE_BIAS)
+    )
 
 
 def num_live_layers(model: ModelFacts, adapter: Adapter) -> int:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, assert_never
 
-from tunekit.estimates.facts import Device, Facts, Figures, ModelFacts
+from tunekit.estimates.facts import SCORE, Device, Facts, Figures, ModelFacts
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.activations import TO_MLP
 from tunekit.estimates.memory.experts import last_part, trained_experts
@@ -840,8 +840,8 @@ def forward_flops_per_token(model: ModelFacts, *, attended_tokens: float, head_s
 
 
 def head_params(model: ModelFacts) -> int:
-    """Parameters of the product that scores a token: by each word of the vocabulary, or a text by one number."""
-    return (1 if model.judges else model.vocab_size) * model.hidden_size
+    """Parameters of the product that scores a token: by each word of the vocabulary, or by the numbers of a score."""
+    return (model.tensors[SCORE][0] if model.judges else model.vocab_size) * model.hidden_size
 
 
 def _is_last(name: str, sizes: tuple[int, int], model: ModelFacts) -> bool:

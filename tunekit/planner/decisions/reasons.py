@@ -620,8 +620,11 @@ def _data_reason(recipe: Recipe, data: DataFacts) -> Reason:
         return Reason(topic="data", choice=f"{data.num_train:,} rows", why=why)
     share = (data.num_trainable_tokens or 0) / max(1, data.num_train_tokens or 0)
     why = f"{data.num_train_tokens:,} tokens, {share:.0%} in the loss; longest row {data.longest_tokens}"
-    if recipe.method.spec.classifies:
+    if recipe.method.spec.classifies == "text":
         why = f"{data.num_train_tokens:,} tokens, each answer scored at its end; longest row {data.longest_tokens}"
+    if recipe.method.spec.classifies == "steps":
+        num_steps = data.num_trainable_tokens or 0
+        why = f"{data.num_train_tokens:,} tokens, {num_steps:,} labeled steps; longest row {data.longest_tokens}"
     if data.format == "prompts":
         why = f"{data.num_train_tokens:,} tokens of prompts; longest prompt {data.longest_tokens}"
     cut = recipe.data.max_length

@@ -20,6 +20,7 @@ from tunekit.recipe.methods.kto import KTOMethod
 from tunekit.recipe.methods.on_policy import OnPolicyMethod, RewardedMethod, TeacherMethod
 from tunekit.recipe.methods.online_dpo import OnlineDPOMethod
 from tunekit.recipe.methods.orpo import ORPOMethod
+from tunekit.recipe.methods.prm import PRMMethod
 from tunekit.recipe.methods.reward import RewardMethod
 from tunekit.recipe.methods.rloo import RLOOMethod
 from tunekit.recipe.methods.sdft import SDFTMethod
@@ -27,7 +28,7 @@ from tunekit.recipe.methods.sft import SFTMethod
 from tunekit.recipe.methods.spec import MethodSection
 from tunekit.recipe.sections.section import type_alone
 
-_Offline = SFTMethod | DPOMethod | KTOMethod | ORPOMethod | CPOMethod | RewardMethod | GKDMethod
+_Offline = SFTMethod | DPOMethod | KTOMethod | ORPOMethod | CPOMethod | RewardMethod | PRMMethod | GKDMethod
 _OnPolicy = GRPOMethod | RLOOMethod | GMPOMethod | OnlineDPOMethod | DistillationMethod | SDFTMethod
 Table = _Offline | _OnPolicy
 """The table of methods: a new one is added above."""
@@ -62,6 +63,11 @@ def has_teacher(method: MethodSection) -> TypeIs[TeacherMethod]:
 def teaches_itself(method: MethodSection) -> TypeIs[SDFTMethod]:
     """Return whether the model learns its own probabilities with another prompt."""
     return isinstance(method, SDFTMethod)
+
+
+def scores_steps(method: MethodSection) -> TypeIs[PRMMethod]:
+    """Return whether rows are answers whose steps have labels."""
+    return isinstance(method, PRMMethod)
 
 
 def compares_with_reference(method: MethodSection) -> TypeIs[ReferenceMethod]:

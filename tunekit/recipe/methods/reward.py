@@ -21,7 +21,7 @@ class RewardMethod(MethodSection):
         "higher, the margin the difference. Scores are comparable between answers to one prompt only. "
         "Load it with `AutoModelForSequenceClassification` and `num_labels=1`, an adapter on top with PEFT; batches "
         "need `config.pad_token_id`.",
-        classifies=True,
+        classifies="text",
     )
 
     type: Literal["reward"] = "reward"

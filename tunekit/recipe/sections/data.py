@@ -9,7 +9,7 @@ from tunekit.recipe.reading.parse import Key, dotted
 from tunekit.recipe.sections.section import EXPANDS_ENV, FUNCTION_PATTERN, Conflict, FunctionPath, Section
 
 _Supervised = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "captions", "text", "tokens"]
-_Compared = Literal["preference", "ranking", "unpaired_preference"]
+_Compared = Literal["preference", "ranking", "unpaired_preference", "stepwise_supervision"]
 SourceFormat = Literal[_Supervised, _Compared, "prompts"]
 """Shape of rows as they stand in a source."""
 
@@ -146,10 +146,10 @@ class DataSection(Section):
     `alpaca` (instruction, output, and optional input, system and history), `prompt_completion` (columns prompt and
     completion), `captions` (image or file_name, caption or text, and optional prompt), `text` (column text),
     `tokens` (input_ids, labels), `preference` (chosen, rejected, and prompt unless they contain it), `ranking`
-    (prompt, completions, scores), `unpaired_preference` (prompt, completion, label) or `prompts` (prompt, and
-    columns for rewards). `auto` detects it from the columns and reports it. `my_module:my_function` converts rows:
-    it receives each row as a dict and returns a row of a format above, or None to skip it; the working directory is
-    on the module path."""
+    (prompt, completions, scores), `unpaired_preference` (prompt, completion, label), `stepwise_supervision` (prompt,
+    completions, a list of steps, and labels, one per step) or `prompts` (prompt, and columns for rewards). `auto`
+    detects it from the columns and reports it. `my_module:my_function` converts rows: it receives each row as a dict
+    and returns a row of a format above, or None to skip it; the working directory is on the module path."""
 
     loss_on: LossOn = "assistant"
     """Tokens in the loss. `assistant`: assistant turns or completions; `last`: the last assistant turn, or completions;

@@ -193,13 +193,23 @@ class CodeReward(_TunekitReward):
 
 
 class ModelReward(_TunekitReward):
-    """Score of a reward model: one trained with `method: reward`, or any model with a single output."""
+    """Score of a reward model: one trained with `method: reward` or `method: prm`, or any model with such a head.
+
+    A sequence classifier with one output scores the whole text. A token classifier with two classes scores each step,
+    by the probability of its second class; blank steps are left out, and an answer without any gets 0.
+    """
 
     type: Literal["reward_model"] = "reward_model"
     """Score of a reward model."""
 
     model: ModelSection
     """Reward model: a run's name, a folder, or a name on the Hugging Face Hub."""
+
+    aggregation: Literal["min", "prod", "mean", "last"] = "min"
+    """Score of an answer from the probabilities that its steps are good, of a process reward model."""
+
+    step_separator: Annotated[str | None, Field(min_length=1)] = None
+    """Text that divides an answer into steps, for a process reward model. Default: the one saved with the model."""
 
 
 class JudgeReward(_TunekitReward):
