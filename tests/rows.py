@@ -30,6 +30,9 @@ def row_for(method: str, number: int) -> dict[str, Any]:
     if "unpaired_preference" in formats:
         good = number % 2 == 0
         return {"prompt": asked, "completion": _said("assistant", right if good else wrong), "label": good}
+    if "stepwise_supervision" in formats:
+        steps = [f"{number} + {number}", right if number % 3 else wrong]
+        return {"prompt": asked, "completions": steps, "labels": [True, number % 3 > 0]}
     return {"prompt": asked, "answer": 2 * number, "solution": right}
 
 

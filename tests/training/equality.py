@@ -128,6 +128,9 @@ SUBJECTS = (
     Subject("online DPO full", ONLINE_DPO, "full", False, "llama", (*FEW, "ZeRO-3 x2")),
     Subject("KTO LoRA", KTO, "lora", False, "qwen3", FEW),
     Subject("reward full", {"type": "reward"}, "full", False, "llama", FEW),
+    Subject("PRM full", {"type": "prm"}, "full", False, "llama", (*FEW, "ZeRO-3 x2")),
+    Subject("PRM LoRA", {"type": "prm"}, "lora", False, "qwen3", FEW),
+    Subject("PRM QLoRA", {"type": "prm"}, "qlora", False, "llama", FEW),
     Subject("GKD full", GKD, "full", False, "llama", (*FEW, "ZeRO-3 x2")),
     Subject("distillation full", DISTILLATION, "full", False, "llama", (*FEW, "ZeRO-3 x2")),
     Subject("SDFT full", SDFT, "full", False, "llama", (*FEW, "ZeRO-3 x2")),
@@ -176,6 +179,9 @@ def rows_of(subject: Subject, num_rows: int, seed: int = 0) -> Iterator[dict[str
             case "sft" | "gkd":
                 turns = [("user", question), ("assistant", answer)]
                 yield {"messages": [{"role": role, "content": content} for role, content in turns]}
+            case "prm":
+                steps = [f"{n} " * (1 + n * step * 3 % 7) for step in range(1, 2 + n % 4)]
+                yield {"prompt": question, "completions": steps, "labels": [(n + i) % 3 > 0 for i in range(len(steps))]}
             case "kto":
                 yield {"prompt": question, "completion": answer, "label": n % 3 > 0}
             case "dpo" | "orpo" | "cpo" | "reward":
@@ -203,8 +209,8 @@ def recipe_of(subject: Subject, folder: Path, *, micro_batch_size: int, num_rows
         "packing": subject.packing,
         "max_length": 128,
     }
-    if kind in ("sft", "gkd"):
-        data["eval"] = write_rows(folder / "eval.jsonl", rows_of(subject, 7, seed=100))
+    if kind in ("sft", "gkd", "prm"):
+        data["eval"] = write_rows(folder / f"{kind}-eval.jsonl", rows_of(subject, 7, seed=100))
     return {
         "model": str(model),
         "data": data,
@@ -283,8 +289,9 @@ def round_to_nf4(model: Any) -> None:
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
     from torch.nn import Linear
 
+    score = dict(model.named_children()).get("score")
     for module in model.modules():
-        if isinstance(module, Linear) and module is not model.get_output_embeddings():
+        if isinstance(module, Linear) and module not in (model.get_output_embeddings(), score):
             # As rows of a block each: on some CPUs bitsandbytes misreads rows that end within one.
             blocks = module.weight.data.view(-1, 64)
             packed, state = quantize_4bit(blocks, blocksize=64, compress_statistics=True, quant_type="nf4")
@@ -294,10 +301,16 @@ def round_to_nf4(model: Any) -> None:
 def loaded(recipe: Mapping[str, Any], path: Path | str) -> Any:
     """A model in float32, with a score for a head where that is what is trained."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        AutoModelForTokenClassification,
+    )
 
     if recipe["method"]["type"] == "reward":
         return AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.float32)
+    if recipe["method"]["type"] == "prm":
+        return AutoModelForTokenClassification.from_pretrained(path, num_labels=2, dtype=torch.float32)
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
 
@@ -366,7 +379,9 @@ def difference(recipe: Mapping[str, Any], alone: Trained, spread: Trained) -> Di
     models = [reload(recipe, run.folder) for run in (alone, spread)]
     # A score is new, so how far it moved is not known.
     before = {
-        name: weight for name, weight in loaded(recipe, recipe["model"]).state_dict().items() if name != "score.weight"
+        name: weight
+        for name, weight in loaded(recipe, recipe["model"]).state_dict().items()
+        if not name.startswith("score.")
     }
     weights = [model.state_dict() for model in models]
     apart = sum(float((weights[0][name] - weights[1][name]).square().sum()) for name in before)

@@ -990,6 +990,9 @@ def _own_linears(model: "PreTrainedModel") -> list[str]:
     of PhiMoE and Llama 4 return more than a product), and Mamba layers read some weights past their modules.
     """
     refused, useless = read_past_of(model.config.model_type), tuple(f"{name}." for name in without_gradient(model))
+    if type(model).__name__.endswith("ForTokenClassification"):
+        # PEFT leaves it out of sequence classifiers alone (0.21.2), and trains it whole in both.
+        useless += SCORES
     return [
         name
         for name, module in _linears(model).items()

@@ -258,6 +258,13 @@ def scales_of(state: QuantState) -> tuple[Tensor, ...]:
     return state.absmax, state.code, *nested
 
 
+def _biased_score(model: "PreTrainedModel") -> list[str]:
+    """Return the name of a score with biases, which transformers would leave out by the last weight of a model."""
+    last = list(model.named_parameters())[-1][0]
+    has_one = model.get_output_embeddings() is None and last.endswith(".bias")
+    return [last.removesuffix(".bias")] if has_one else []
+
+
 @register_quantizer(METHOD)
 class ExpertsQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
     """bitsandbytes' quantizer, which quantizes experts too."""
@@ -266,7 +273,8 @@ class ExpertsQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
         """Return the names of modules that stay dense: also of those whose weights the model's code reads past them."""
         names: list[str] = super().get_modules_to_not_convert(model, *args, **kwargs)
         past = read_past_of(model.config.model_type) if not self.pre_quantized else frozenset()
-        return [*names, *(name for name, _ in model.named_modules() if name.rpartition(".")[2] in past)]
+        read_past = (name for name, _ in model.named_modules() if name.rpartition(".")[2] in past)
+        return [*names, *read_past, *_biased_score(model)]
 
     def param_needs_quantization(self, model: "PreTrainedModel", param_name: str, **kwargs: Any) -> bool:
         """Return whether a parameter is kept in 4 bits."""
@@ -367,6 +375,7 @@ class Int8Quantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_before_weight_loading(self, model: "PreTrainedModel", **kwargs: Any) -> None:
         left_out = self.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
+        left_out += _biased_score(model)
         past = read_past_of(model.config.model_type)
         self._stored = {
             f"{name}.weight": isinstance(module, Conv1D)

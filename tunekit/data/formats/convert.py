@@ -29,7 +29,7 @@ from tunekit.data.formats.messages import (
     with_tools,
 )
 from tunekit.data.formats.preferences import check_alike, pair
-from tunekit.data.formats.row_formats import TABLES, BadRow, Row, described, listed, misspelt, of_type
+from tunekit.data.formats.row_formats import REWARD_ARGUMENTS, TABLES, BadRow, Row, described, listed, misspelt, of_type
 from tunekit.data.packing.sequences import IGNORED
 from tunekit.recipe.sections.data import PromptStyle
 
@@ -280,7 +280,8 @@ def _one_or_more(said: object, where: str, findings: Findings) -> object:
 
 def prompt_with_references(row: Row) -> Row:
     """A prompt, and all that stands beside it for the rewards to look at."""
-    references = {column: value for column, value in row.items() if column not in ("prompt", "tools")}
+    own = {"prompt", "tools", *REWARD_ARGUMENTS}
+    references = {column: value for column, value in row.items() if column not in own}
     for column, value in references.items():
         plain(value, column)
     question = prompt(row["prompt"], move="remove that message; the model generates it")

@@ -63,6 +63,9 @@ OPTIONAL_COLUMNS: dict[SourceFormat, tuple[str, ...]] = {
 _PARTS = frozenset({"chosen", "rejected", "completions", "label"})
 """Columns beside which a prompt is a part of another format, not one of `prompts`."""
 
+REWARD_ARGUMENTS = frozenset({"prompts", "completions"})
+"""Columns beside prompts that rewards do not get: TRL passes them other values by these names."""
+
 # What was read may be anything, so what of it goes into a message is kept short and printable.
 _NAMES_SHOWN = 12
 _NAME_LENGTH = 40
@@ -90,7 +93,10 @@ def recognise(columns: Iterable[str], learned: Collection[SourceFormat] = ()) ->
     names = tuple(columns)
     fitting = _fitting(names, learned)
     if fitting == ["prompts"] and _PARTS & set(names):
-        only = f"data.format=prompts reads the prompt and passes {listed(sorted(_PARTS & set(names)))} to the rewards"
+        passed = sorted((_PARTS & set(names)) - REWARD_ARGUMENTS)
+        only = "data.format=prompts reads the prompt" + (
+            f" and passes {listed(passed)} to the rewards" if passed else ""
+        )
         raise BadRow(f"no format matches the columns {listed(names)}; {_suggestion(names)}; {only}")
     if len(fitting) == 1:
         return fitting[0]

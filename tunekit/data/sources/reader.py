@@ -373,7 +373,8 @@ class Reader:
         read += [column for column in mapped if column not in read]
         unread = [column for column in columns if column not in read]
         if format == "prompts":
-            unmapped = [column for column in unread if column not in self.columns]
+            taken_names = {*self.columns, *row_formats.REWARD_ARGUMENTS}
+            unmapped = [column for column in unread if column not in taken_names]
             self._references.update(dict.fromkeys(unmapped))
             read, unread = read + unmapped, [column for column in unread if column not in unmapped]
         if self._ranked_by in unread:

@@ -255,11 +255,12 @@ def _measure(
     num_media: Counter[MediaKind] = Counter()
     num_media_tokens: Counter[MediaKind] = Counter()
     for index, row in enumerate(rows.rows):
+        answered: Sequence[Sequence[int]]
         num_labels: int | None = None
         try:
             if steps is not None:
-                prompt_tokens, *answered, labels = steps.of_row(row)
-                num_labels = len(labels) - labels.count(IGNORED)
+                prompt_tokens, ids, labels = steps.of_row(row)
+                answered, num_labels = (ids,), len(labels) - labels.count(IGNORED)
             elif answers is None:
                 check_calls(row, ANSWERS[rows.format], tokenizer, rows.place(index))
                 prompt_tokens, answered = tokens_of(row, ANSWERS[rows.format], tokenizer)
