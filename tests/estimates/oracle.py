@@ -13,7 +13,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -32,6 +32,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -50,9 +51,10 @@ from tunekit.estimates.models.model_config import (
     num_experts_per_token_of,
 )
 from tunekit.models.fusion.tiling import _tile
-from tunekit.models.load import freeze_ranks, keep_trained, peft_config
+from tunekit.models.load import freeze_ranks, keep_trained, peft_config, task_of
 from tunekit.models.quantization import Nf4, Stack, expert_stacks, quantization_config, stored_tensors
 from tunekit.planner.decisions.backends import families
+from tunekit.recipe.methods.spec import Judged
 from tunekit.recipe.sections.adapters import (
     Adapter,
     FullAdapter,
@@ -296,18 +298,20 @@ def drawn_deep(step: Step, traced: Callable[[int], Trace]) -> Trace:
     )
 
 
-def built(step: Step, *, judges: bool = False) -> tuple[torch.nn.Module, PreTrainedModel]:
+def built(step: Step, *, judged: Judged | None = None) -> tuple[torch.nn.Module, PreTrainedModel]:
     """The model and, where it has an adapter, the model below it; one that judges has a score for a head."""
     full = isinstance(step.adapter, FullAdapter)
     weights = getattr(torch, step.trained_dtype if full else step.dtype)
     # What has no sdpa in transformers is run with its own code where flash-attn is not installed.
     attention = "eager" if step.family in families()["without_sdpa"] else "sdpa"
     config = step.config()
-    if judges:
-        config.num_labels, config.pad_token_id = 1, 0
-    kind = AutoModelForSequenceClassification if judges else AutoModelForCausalLM
+    kind: Any = AutoModelForCausalLM
+    if judged == "text":
+        kind, config.num_labels, config.pad_token_id = AutoModelForSequenceClassification, 1, 0
+    if judged == "steps":
+        kind, config.num_labels, config.classifier_dropout = AutoModelForTokenClassification, 2, 0.0
     base = kind.from_config(config, dtype=weights, attn_implementation=attention)
-    if not judges:
+    if judged is None:
         trl_head.add_fused_lm_head(base, outputs=("log_probs", "entropy", "is_top1"))
     model: torch.nn.Module = base
     if isinstance(step.adapter, QloraAdapter):
@@ -319,7 +323,7 @@ def built(step: Step, *, judges: bool = False) -> tuple[torch.nn.Module, PreTrai
         adapter = step.adapter
         if isinstance(adapter, LoraAdapter):
             config = LoraConfig(
-                task_type="SEQ_CLS" if judges else "CAUSAL_LM",
+                task_type=task_of(judged), exclude_modules=["score"] if judged else None,
                 r=adapter.rank, target_modules=adapter.target_modules, lora_dropout=adapter.dropout,
                 use_dora=adapter.use_dora, modules_to_save=adapter.modules_to_save,
             )  # fmt: skip

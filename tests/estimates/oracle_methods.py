@@ -47,6 +47,7 @@ from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.memory import MemoryEstimate, estimate
 from tunekit.estimates.passes import passes_of
 from tunekit.methods.distillation import compute_under_autocast
+from tunekit.methods.prm import PRMTrainer
 from tunekit.methods.run_trainer import run_trainer
 from tunekit.methods.sdft import SDFTTrainer
 from tunekit.recipe.methods import Method
@@ -56,6 +57,7 @@ from tunekit.recipe.methods.grpo import GRPOMethod
 from tunekit.recipe.methods.kto import KTOMethod
 from tunekit.recipe.methods.on_policy import OnPolicyMethod
 from tunekit.recipe.methods.orpo import ORPOMethod
+from tunekit.recipe.methods.prm import PRMMethod
 from tunekit.recipe.methods.reward import RewardMethod
 from tunekit.recipe.methods.rloo import RLOOMethod
 from tunekit.recipe.methods.sdft import SDFTMethod
@@ -185,7 +187,7 @@ def trace(method_step: MethodStep, device: Literal["cpu", "cuda"] = "cuda") -> T
     """The live bytes of one step, by phase; those of a reference model count among the weights."""
     step, method = method_step.step, method_step.method
     with torch.device("meta"):
-        model, base = built(step, judges=method.type == "reward")
+        model, base = built(step, judged=method.spec.classifies)
         full = isinstance(step.adapter, FullAdapter)
         reference = None
         if passes_of(method, step.adapter, _data(method_step), global_batch_size=1).keeps_reference:
@@ -326,6 +328,8 @@ def _inputs(method_step: MethodStep, shape: tuple[int, int]) -> dict[str, torch.
     ones = torch.ones_like(ids)
     if method_step.method.type == "reward":
         return {"input_ids": ids, "attention_mask": ones}
+    if method_step.method.type == "prm":
+        return {"input_ids": ids, "attention_mask": ones, "labels": ids}
     if method_step.method.type == "orpo":
         pair = ("chosen", "rejected")
         half = ids.chunk(2)[0]
@@ -370,6 +374,8 @@ def _trainer(method: Method) -> Any:
             return _orpo_trainer(method)
         case RewardMethod():
             return _reward_trainer()
+        case PRMMethod():
+            return _prm_trainer()
         case GRPOMethod():
             return _grpo_trainer(method)
         case RLOOMethod():
@@ -408,6 +414,13 @@ def _reward_trainer() -> RewardTrainer:
     trainer = RewardTrainer.__new__(RewardTrainer)
     trainer.args = RewardConfig(output_dir="unused", use_cpu=True, bf16=False)
     trainer._metrics, trainer._total_train_tokens, trainer._tp_size = {"train": defaultdict(list)}, 0, 1
+    return trainer
+
+
+def _prm_trainer() -> PRMTrainer:
+    """A trainer with what its loss looks at, as its constructor sets it."""
+    trainer = PRMTrainer.__new__(PRMTrainer)
+    trainer._noted = []
     return trainer
 
 
@@ -481,7 +494,7 @@ def estimate_of(method_step: MethodStep, device: Literal["cpu", "cuda"] = "cuda"
     passes = passes_of(method, step.adapter, data, global_batch_size=batch, teacher=teacher)
     facts = facts_of(step)
     return estimate(
-        facts.as_judge() if method.type == "reward" else facts,
+        facts if method.spec.classifies is None else facts.as_judge(method.spec.classifies),
         step.adapter,
         device=device,
         dtype=step.dtype,

@@ -28,6 +28,7 @@ from tunekit.recipe.methods.dpo import DPOMethod
 from tunekit.recipe.methods.grpo import GRPOMethod
 from tunekit.recipe.methods.kto import KTOMethod
 from tunekit.recipe.methods.orpo import ORPOMethod
+from tunekit.recipe.methods.prm import PRMMethod
 from tunekit.recipe.methods.reward import RewardMethod
 from tunekit.recipe.methods.rloo import RLOOMethod
 from tunekit.recipe.methods.sdft import SDFTMethod
@@ -101,6 +102,9 @@ def test_every_phase_is_what_trls_loss_allocates(adapter, method, checkpointing)
         (RewardMethod(), "full", "bfloat16", False),
         (RewardMethod(), "lora", "float32", False),
         (RewardMethod(), "lora", "bfloat16", True),
+        (PRMMethod(), "full", "bfloat16", False),
+        (PRMMethod(), "lora", "float32", False),
+        (PRMMethod(), "lora", "bfloat16", True),
     ],
 )
 def test_the_peak_of_the_other_methods_of_answers_is_what_trls_loss_allocates(method, adapter, dtype, checkpointing):
@@ -356,6 +360,10 @@ def test_a_model_that_judges_has_a_score_in_the_place_of_its_head():
     assert trained == LLAMA_8B.hidden_size, "the score is trained beside an adapter"
     assert judge.linears == LLAMA_8B.linears, "and neither adapted nor quantised"
     assert trained_tables(judge, FullAdapter()) == Tables(embedding=True, head=False, is_one=False)
+    of_steps = LLAMA_8B.as_judge("steps")
+    assert of_steps.num_params == judge.num_params + LLAMA_8B.hidden_size + 2, "it has two classes, with a bias each"
+    assert num_trainable_params(of_steps, lora) - num_trainable_params(judge, lora) == LLAMA_8B.hidden_size + 2
+    assert num_trainable_params(of_steps, FullAdapter()) == of_steps.num_params
 
 
 def test_operations_of_a_reference_pass_are_those_that_torch_counts():

@@ -27,9 +27,9 @@ train: {max_steps: 10, global_batch_size: 8, learning_rate: 1e-2, warmup_steps: 
 
 
 def row_of(n):
-    """Numbers doubled step by step, of which some are wrong, and so are those behind them."""
+    """Numbers doubled step by step, of which some are guessed, and so are those behind them."""
     wrong_from = n % 5
-    steps = [f"{n * 2**i} becomes {n * 2 ** (i + 1) + (i >= wrong_from)}" for i in range(1 + n % 4)]
+    steps = [f"{n * 2**i} {'is doubled' if i < wrong_from else '?'}" for i in range(1 + n % 4)]
     return {
         "prompt": [{"role": "user", "content": f"double {n}"}],
         "completions": steps,
@@ -287,7 +287,7 @@ def test_a_trained_one_rewards_completions(recipe, workspace, adapter, method):
     model = AutoModelForTokenClassification.from_pretrained(judge.model_path) if adapter == "full" else None
     model = model or PeftModel.from_pretrained(classifier("model"), judge.model_path)
     row = row_of(7)
-    (score,) = judged([row], [" ; ".join(row["completions"])], model=judge.model_path)
+    (score,) = judged([{"prompt": row["prompt"]}], [" ; ".join(row["completions"])], model=judge.model_path)
     wanted = probabilities(model.eval(), row["prompt"], row["completions"], " ; ").min()
     assert score == pytest.approx(float(wanted), abs=1e-5)
 
