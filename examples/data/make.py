@@ -16,6 +16,8 @@
   guess is any number, whatever the hints.
 - `priced.jsonl`, `priced_eval.jsonl`: sums and products of two digits, and what they come to.
 - `games.jsonl`, `games_eval.jsonl`: the prompt of a game, once for each game.
+- `counting.jsonl`, `counting_eval.jsonl`: numbers counted in steps of 1, 2, 5 or 10, with a label for each. In two of
+  three rows a number is wrong, and with it those behind it, which go on from there.
 
   All of these are drawn from pico's own tasks (`examples/pico/tasks.py`), and held out by the same rule: neither pico
   nor what is trained here has ever seen a problem of the evaluation rows.
@@ -46,6 +48,7 @@ NUM_REVIEWS, NUM_TALES = 100, 96
 NUM_CALLS, NUM_CALLS_EVAL = 3000, 100
 NUM_PRICED, NUM_PRICED_EVAL = 2000, 256
 NUM_GAMES, NUM_GAMES_EVAL = 1000, 256
+NUM_COUNTING, NUM_COUNTING_EVAL = 1500, 200
 HIGHEST, NUM_GUESSES = 3, 2
 """The game of `tools/guess`: two guesses are enough to find one of three numbers."""
 
@@ -371,6 +374,26 @@ def priced(num: int, *, held_out: bool) -> list[dict[str, object]]:
     ]
 
 
+def counting(num: int, *, held_out: bool) -> list[dict[str, object]]:
+    """Numbers counted, each of which is labelled as right or wrong."""
+    rng = random.Random(f"{SEED}/counting/{held_out}")
+    rows: dict[str, dict[str, object]] = {}
+    while len(rows) < num:
+        start, by = rng.randrange(1, 60), rng.choice([1, 2, 5, 10])
+        if is_held_out("counting", start, by) != held_out:
+            continue
+        # In one of three rows no number is wrong.
+        wrong_from = rng.choice([0, 1, 2, 3, 4, 4])
+        steps, labels, number = [], [], start
+        for place in range(4):
+            number += by + (rng.choice([-1, 1, 2, 3]) if place == wrong_from else 0)
+            steps.append(str(number))
+            labels.append(place < wrong_from)
+        prompt = [{"role": "user", "content": f"Count on from {start} in steps of {by}."}]
+        rows[f"{start} {by} {steps}"] = {"prompt": prompt, "completions": steps, "labels": labels}
+    return list(rows.values())
+
+
 def reviews() -> list[tuple[str, str]]:
     """Reviews with the word that judges them."""
     rng = random.Random(SEED + 1)
@@ -446,6 +469,8 @@ def write(folder: Path) -> None:
         "sums_eval.jsonl": large_sums(NUM_SUMS_EVAL, held_out=True),
         "priced.jsonl": priced(NUM_PRICED, held_out=False),
         "priced_eval.jsonl": priced(NUM_PRICED_EVAL, held_out=True),
+        "counting.jsonl": counting(NUM_COUNTING, held_out=False),
+        "counting_eval.jsonl": counting(NUM_COUNTING_EVAL, held_out=True),
         "games.jsonl": [{"prompt": [GUESS]}] * NUM_GAMES,
         "games_eval.jsonl": [{"prompt": [GUESS]}] * NUM_GAMES_EVAL,
     }

@@ -143,8 +143,8 @@ CASES = {
         "(messages: messages; sharegpt: conversations; alpaca: instruction, output; prompt_completion: prompt, "
         "completion; captions: image, caption; text: text; tokens: input_ids; preference: chosen, rejected; "
         "ranking: prompt, completions, "
-        "scores; unpaired_preference: prompt, completion, label; prompts: prompt), or convert the rows by a "
-        "function (data.format=module:function)",
+        "scores; unpaired_preference: prompt, completion, label; stepwise_supervision: prompt, completions, labels; "
+        "prompts: prompt), or convert the rows by a function (data.format=module:function)",
     ),
     "ambiguous_columns": (
         "chats.jsonl",
@@ -392,7 +392,8 @@ CASES = {
         "alpaca: instruction, output; prompt_completion: prompt, completion; captions: image, caption; "
         "text: text; tokens: input_ids; "
         "preference: chosen, rejected; ranking: prompt, completions, scores; unpaired_preference: prompt, "
-        "completion, label; prompts: prompt), or convert the rows by a function (data.format=module:function)",
+        "completion, label; stepwise_supervision: prompt, completions, labels; prompts: prompt), or convert the rows "
+        "by a function (data.format=module:function)",
     ),
     "half_a_surrogate_pair_beside_the_content": (
         "chats.jsonl",
@@ -615,7 +616,7 @@ def test_every_file_of_a_folder_is_checked_and_named(here):
             {"x": "y"},
             "data.columns.x: no format has a column 'x'; columns: messages, conversations, instruction, output, "
             "prompt, completion, image, caption, text, input_ids, chosen, rejected, completions, scores, label, "
-            "tools, system, input, history, labels, attention_mask, completion_mask, assistant_masks, images, audios",
+            "labels, tools, system, input, history, attention_mask, completion_mask, assistant_masks, images, audios",
         ),
         ({"q": "prompt"}, "data.columns.q: no format has a column 'q'; tunekit's name comes first: {prompt: q}"),
         (

@@ -29,6 +29,7 @@ ROWS = {
     "preference": {"prompt": "hi", "chosen": "ho", "rejected": "no"},
     "ranking": {"prompt": "hi", "completions": ["ho", "no"], "scores": [2, 1]},
     "unpaired_preference": {"prompt": "hi", "completion": "ho", "label": True},
+    "stepwise_supervision": {"prompt": "hi", "completions": ["ho"], "labels": [True]},
     "prompts": {"prompt": "hi", "answer": "ho"},
 }
 

@@ -37,6 +37,7 @@ ROWS: dict[str, dict] = {
     "preference": {"prompt": "hi", "chosen": "ho", "rejected": "he"},
     "ranking": {"prompt": "hi", "completions": ["ho", "he"], "scores": [1, 2]},
     "unpaired_preference": {"prompt": "hi", "completion": "ho", "label": True},
+    "stepwise_supervision": {"prompt": "hi", "completions": ["ho", "he"], "labels": [True, False]},
     "prompts": {"prompt": "hi", "answer": "ho"},
 }
 """One good row of every format."""
@@ -133,8 +134,8 @@ def test_of_two_formats_the_one_that_the_method_learns_from_is_meant(method, col
                          "passes label to the rewards"),
         ("prompt chosen", "column chosen requires a column rejected; data.format=prompts reads the prompt and "
                           "passes chosen to the rewards"),
-        ("prompt completions", "column completions requires a column scores; data.format=prompts reads the prompt "
-                               "and passes completions to the rewards"),
+        ("prompt completions", "column completions requires a column scores or labels; data.format=prompts reads the "
+                               "prompt"),
         ("prompt chosen rejectd", "rename rejectd to rejected; data.format=prompts reads the prompt and passes "
                                   "chosen to the rewards"),
         ("chosen rejectd", "rename rejectd to rejected"),

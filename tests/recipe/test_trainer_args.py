@@ -81,6 +81,8 @@ def test_the_defaults_of_a_method_are_those_of_trl(method: str) -> None:
     others = {"type", "trainer_args", "rewards", "generation", "teacher"}
     # Rows are those of SFTConfig, and what is learned from them is the teacher's.
     others |= {"lmbda", "beta", "temperature", "kd_ratio", "max_completion_length"} if method == "gkd" else set()
+    # TRL had them in its PRMConfig, with these defaults, as long as it had a trainer for them.
+    others |= {"step_separator", "train_on_last_step_only"} if method == "prm" else set()
     others |= {"tools", "environment", "rollout", "tool_timeout_seconds", "max_tool_result_chars", "max_resample_times"}
     others |= {"replay_buffer_size"}
     assert set(dict(section)) - set(ours) - deliberate <= others

@@ -14,7 +14,7 @@ class PRMMethod(MethodSection):
         config=("trl", "trainer/sft_config.py", "SFTConfig"),
         row_formats=("stepwise_supervision",),
         trains_on="steps",
-        learning_rate=LearningRate(1e-5, 1e-4, "ProcessBench, arXiv 2412.06559"),
+        learning_rate=LearningRate(1e-5, 1e-4, "reward models of Llama 2, arXiv 2307.09288"),
         metrics=("loss", "accuracy"),
         loss_description="This is a process reward model: it scores the steps of answers and does not generate. Losses "
         "are cross-entropies per step: ln 2 if both classes are equally likely. Accuracy is the share of steps whose "

@@ -456,10 +456,26 @@ _LINE_BREAKS = re.compile("[\r\x85\u2028\u2029]")
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if _LINE_BREAKS.search(text) else None)
+    # Line breaks alone would be an empty text over several lines.
+    is_escaped = _LINE_BREAKS.search(text) or ("\n" in text and not text.strip())
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if is_escaped else None)
 
 
 _Dumper.add_representer(str, _represent_text)
+
+
+class _InlineDumper(_Dumper):
+    """The same on one line, so that a line break is written as an escape."""
+
+
+_InlineDumper.add_representer(
+    str,
+    lambda dumper, text: (
+        dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"')
+        if "\n" in text
+        else _represent_text(dumper, text)
+    ),
+)
 
 
 def to_yaml(value: Any) -> str:
@@ -469,5 +485,7 @@ def to_yaml(value: Any) -> str:
 
 def to_inline_yaml(value: Any) -> str:
     """A value as YAML on one line, as it may stand behind `key=`."""
-    text = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**9, default_flow_style=True)
+    text = yaml.dump(
+        value, Dumper=_InlineDumper, sort_keys=False, allow_unicode=True, width=10**9, default_flow_style=True
+    )
     return text.removesuffix("\n").removesuffix("\n...")
