@@ -16,7 +16,7 @@
   guess is any number, whatever the hints.
 - `priced.jsonl`, `priced_eval.jsonl`: sums and products of two digits, and what they come to.
 - `games.jsonl`, `games_eval.jsonl`: the prompt of a game, once for each game.
-- `counting.jsonl`, `counting_eval.jsonl`: numbers counted in steps of 1, 2, 5 or 10, with a label for each. In two of
+- `counting.jsonl.gz`, `counting_eval.jsonl.gz`: numbers counted in steps of up to 10, with a label for each. In two of
   three rows a number is wrong, and with it those behind it, which go on from there.
 
   All of these are drawn from pico's own tasks (`examples/pico/tasks.py`), and held out by the same rule: neither pico
@@ -48,7 +48,7 @@ NUM_REVIEWS, NUM_TALES = 100, 96
 NUM_CALLS, NUM_CALLS_EVAL = 3000, 100
 NUM_PRICED, NUM_PRICED_EVAL = 2000, 256
 NUM_GAMES, NUM_GAMES_EVAL = 1000, 256
-NUM_COUNTING, NUM_COUNTING_EVAL = 1500, 200
+NUM_COUNTING, NUM_COUNTING_EVAL = 4000, 200
 HIGHEST, NUM_GUESSES = 3, 2
 """The game of `tools/guess`: two guesses are enough to find one of three numbers."""
 
@@ -379,7 +379,7 @@ def counting(num: int, *, held_out: bool) -> list[dict[str, object]]:
     rng = random.Random(f"{SEED}/counting/{held_out}")
     rows: dict[str, dict[str, object]] = {}
     while len(rows) < num:
-        start, by = rng.randrange(1, 60), rng.choice([1, 2, 5, 10])
+        start, by = rng.randrange(1, 100), rng.choice([1, 2, 3, 5, 10])
         if is_held_out("counting", start, by) != held_out:
             continue
         # In one of three rows no number is wrong.
@@ -469,8 +469,6 @@ def write(folder: Path) -> None:
         "sums_eval.jsonl": large_sums(NUM_SUMS_EVAL, held_out=True),
         "priced.jsonl": priced(NUM_PRICED, held_out=False),
         "priced_eval.jsonl": priced(NUM_PRICED_EVAL, held_out=True),
-        "counting.jsonl": counting(NUM_COUNTING, held_out=False),
-        "counting_eval.jsonl": counting(NUM_COUNTING_EVAL, held_out=True),
         "games.jsonl": [{"prompt": [GUESS]}] * NUM_GAMES,
         "games_eval.jsonl": [{"prompt": [GUESS]}] * NUM_GAMES_EVAL,
     }
@@ -482,6 +480,8 @@ def write(folder: Path) -> None:
         "priced_calls_eval.jsonl.gz": priced_calls(NUM_CALLS_EVAL, held_out=True),
         "games_calls.jsonl.gz": games_calls(NUM_CALLS, held_out=False),
         "games_calls_eval.jsonl.gz": games_calls(NUM_CALLS_EVAL, held_out=True),
+        "counting.jsonl.gz": counting(NUM_COUNTING, held_out=False),
+        "counting_eval.jsonl.gz": counting(NUM_COUNTING_EVAL, held_out=True),
     }
     for name, rows in small.items():
         lines = "".join(json.dumps(row) + "\n" for row in rows)

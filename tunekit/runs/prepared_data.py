@@ -250,7 +250,8 @@ def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None 
     if steps is not None:
         check_scores_steps(recipe.model)
         steps.check()
-    splits = measure_data(recipe.data, data, tokenizer, room, on_progress, answers=answers, steps=steps)
+    by_split = None if steps is None else steps.by_split
+    splits = measure_data(recipe.data, data, tokenizer, room, on_progress, answers=answers, steps=by_split)
     train, shares = splits[0], splits[0].shares
     evaluated = sum(len(source.kept) for source in splits[1].sources) if len(splits) > 1 else None
     facts = DataFacts(
@@ -297,7 +298,7 @@ def _divided_steps(steps: StepTokens, sources: Iterable[Rows]) -> Iterator[str]:
         num = sum(any(len(steps.split(step)) > 1 for step in row["completions"]) for row in rows.rows)
         if num:
             words = f"{rows.source}: {counted(num, 'row')} with the separator {steps.separator!r} within a step"
-            yield f"{words}: as a reward, the model would score its parts as steps of their own"
+            yield f"{words}: as a reward, the model would score each part of it as a step"
 
 
 def answered_rows(

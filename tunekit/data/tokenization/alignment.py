@@ -11,7 +11,7 @@ templates and rewards would find keys that stand in no source.
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -35,11 +35,13 @@ if TYPE_CHECKING:
     import numpy as np
     from transformers import PreTrainedTokenizerBase
 
-    from tunekit.data.tokenization.steps import StepTokens
-
 _COLUMN = "row"
 _BATCH_ROWS = 1000
 _TOLD_EVERY = 500
+
+
+EncodeSteps = Callable[[Row], tuple[int, list[int], list[int]]]
+"""From a row to the number of tokens of its prompt, the tokens of all, and the label of each: -100 for none."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,7 @@ def measure_data(
     on_progress: Progress | None = None,
     *,
     answers: PictureAnswers | None = None,
-    steps: "StepTokens | None" = None,
+    steps: Mapping[str, EncodeSteps] | None = None,
 ) -> tuple[AlignmentSplit, ...]:
     """Measure the rows of a recipe, and leave out those that are too long.
 
@@ -221,7 +223,7 @@ def measure_data(
         room: The longest prompt, and the longest prompt with an answer.
         on_progress: Told how far the rows of a source are.
         answers: Tokenizes rows, where some have pictures.
-        steps: Tokenizes rows, where their answers are lists of steps.
+        steps: By split, the tokens of a row whose answer is a list of steps.
 
     Returns:
         `train`, and `eval` if the recipe has one.
@@ -231,8 +233,8 @@ def measure_data(
     """
     splits = []
     for name, sources, mixing in splits_of(section, data):
-        labelled = steps if steps is None or name == "train" else steps.of_all
-        measured = tuple(_measure(rows, tokenizer, room, on_progress, answers, labelled) for rows in sources)
+        encode = None if steps is None else steps[name]
+        measured = tuple(_measure(rows, tokenizer, room, on_progress, answers, encode) for rows in sources)
         splits.append(AlignmentSplit(name, measured, mixing))
     return tuple(splits)
 
@@ -243,7 +245,7 @@ def _measure(
     room: Room,
     on_progress: Progress | None,
     answers: PictureAnswers | None,
-    steps: "StepTokens | None",
+    encode_steps: EncodeSteps | None,
 ) -> Measured:
     import numpy as np
 
@@ -258,8 +260,8 @@ def _measure(
         answered: Sequence[Sequence[int]]
         num_labels: int | None = None
         try:
-            if steps is not None:
-                prompt_tokens, ids, labels = steps.of_row(row)
+            if encode_steps is not None:
+                prompt_tokens, ids, labels = encode_steps(row)
                 answered, num_labels = (ids,), len(labels) - labels.count(IGNORED)
             elif answers is None:
                 check_calls(row, ANSWERS[rows.format], tokenizer, rows.place(index))

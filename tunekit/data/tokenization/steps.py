@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from tunekit.data.formats.row_formats import Row
 from tunekit.data.packing.sequences import IGNORED
-from tunekit.data.tokenization.alignment import prompt_tokens
+from tunekit.data.tokenization.alignment import EncodeSteps, prompt_tokens
 from tunekit.errors import DataError
 
 if TYPE_CHECKING:
@@ -40,6 +40,11 @@ class StepTokens:
     def of_all(self) -> "StepTokens":
         """The same with the labels of all steps, as for evaluation."""
         return replace(self, only_last=False)
+
+    @property
+    def by_split(self) -> dict[str, EncodeSteps]:
+        """Tokens and labels of rows, by split."""
+        return {"train": self.of_row, "eval": self.of_all.of_row}
 
     def check(self) -> None:
         """Check that the separator has a token, at which a step is scored.

@@ -19,7 +19,7 @@ class PRMMethod(MethodSection):
         loss_description="This is a process reward model: it scores the steps of answers and does not generate. Losses "
         "are cross-entropies per step: ln 2 if both classes are equally likely. Accuracy is the share of steps whose "
         "likelier class is their label. Load it with `AutoModelForTokenClassification` and `num_labels=2`, an adapter "
-        "on top with PEFT. The score of a step is the probability of class 1 at the last token of the separator behind "
+        "on top with PEFT. The score of a step is the probability of class 1 at the last token of the separator after "
         "it (`step_separator` in `tokenizer_config.json`); steps and separators are tokenized one by one.",
         classifies="steps",
         settings_scale_loss=False,
@@ -31,7 +31,7 @@ class PRMMethod(MethodSection):
     and does not generate."""
 
     step_separator: Annotated[str, Field(min_length=1)] = "\n"
-    """Text behind each step; its last token is where the step is scored. Saved with the model."""
+    """Text after each step, at whose last token the step is scored. Saved with the model."""
 
     train_on_last_step_only: bool = False
     """Train on the label of the last step alone. Evaluation covers all steps."""
@@ -47,4 +47,4 @@ class PRMMethod(MethodSection):
     def summary(self, reference: str) -> tuple[str, str]:
         """Return the choice and the reason of a plan."""
         steps = "the last step of a row is" if self.train_on_last_step_only else "steps are"
-        return "prm", f"{steps} scored behind {self.step_separator!r}; a score head replaces the LM head"
+        return "prm", f"{steps} scored after {self.step_separator!r}; a score head replaces the LM head"

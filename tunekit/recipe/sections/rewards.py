@@ -196,7 +196,7 @@ class ModelReward(_TunekitReward):
     """Score of a reward model: one trained with `method: reward` or `method: prm`, or any model with such a head.
 
     A sequence classifier with one output scores the whole text. A token classifier with two classes scores each step,
-    by the probability of its second class; blank steps are left out, and an answer without any gets 0.
+    by the probability of its second class; blank steps are skipped, and an answer without any gets 0.
     """
 
     type: Literal["reward_model"] = "reward_model"
