@@ -16,8 +16,8 @@
   guess is any number, whatever the hints.
 - `priced.jsonl`, `priced_eval.jsonl`: sums and products of two digits, and what they come to.
 - `games.jsonl`, `games_eval.jsonl`: the prompt of a game, once for each game.
-- `counting.jsonl.gz`, `counting_eval.jsonl.gz`: numbers counted in steps of up to 10, with a label for each. In two of
-  three rows a number is wrong, and with it those behind it, which go on from there.
+- `facts.jsonl.gz`, `facts_eval.jsonl.gz`: lists of three capitals or opposites, with a label for each: two of five are
+  wrong, in the evaluation rows by words that they never have in the training rows.
 
   All of these are drawn from pico's own tasks (`examples/pico/tasks.py`), and held out by the same rule: neither pico
   nor what is trained here has ever seen a problem of the evaluation rows.
@@ -48,7 +48,7 @@ NUM_REVIEWS, NUM_TALES = 100, 96
 NUM_CALLS, NUM_CALLS_EVAL = 3000, 100
 NUM_PRICED, NUM_PRICED_EVAL = 2000, 256
 NUM_GAMES, NUM_GAMES_EVAL = 1000, 256
-NUM_COUNTING, NUM_COUNTING_EVAL = 4000, 200
+NUM_FACTS, NUM_FACTS_EVAL = 2000, 200
 HIGHEST, NUM_GUESSES = 3, 2
 """The game of `tools/guess`: two guesses are enough to find one of three numbers."""
 
@@ -374,23 +374,23 @@ def priced(num: int, *, held_out: bool) -> list[dict[str, object]]:
     ]
 
 
-def counting(num: int, *, held_out: bool) -> list[dict[str, object]]:
-    """Numbers counted, each of which is labelled as right or wrong."""
-    rng = random.Random(f"{SEED}/counting/{held_out}")
+def listed_facts(num: int, *, held_out: bool) -> list[dict[str, object]]:
+    """Lists of facts, each of which is labelled as right or wrong; no wrong one stands in both sets."""
+    rng = random.Random(f"{SEED}/facts/{held_out}")
     rows: dict[str, dict[str, object]] = {}
     while len(rows) < num:
-        start, by = rng.randrange(1, 100), rng.choice([1, 2, 3, 5, 10])
-        if is_held_out("counting", start, by) != held_out:
-            continue
-        # In one of three rows no number is wrong.
-        wrong_from = rng.choice([0, 1, 2, 3, 4, 4])
-        steps, labels, number = [], [], start
-        for place in range(4):
-            number += by + (rng.choice([-1, 1, 2, 3]) if place == wrong_from else 0)
-            steps.append(str(number))
-            labels.append(place < wrong_from)
-        prompt = [{"role": "user", "content": f"Count on from {start} in steps of {by}."}]
-        rows[f"{start} {by} {steps}"] = {"prompt": prompt, "completions": steps, "labels": labels}
+        asked, facts = rng.choice([("capitals", CAPITALS), ("opposites", OPPOSITES)])
+        names = rng.sample(list(facts), 3)
+        steps, labels = [], []
+        for name in names:
+            others = [value for value in facts.values() if value != facts[name]]
+            wrong = [value for value in others if is_held_out("fact", name, value) == held_out]
+            right = rng.random() < 0.6 or not wrong
+            steps.append(f"{name}: {facts[name] if right else rng.choice(wrong)}")
+            labels.append(right)
+        prompt = f"Name the {asked} of {names[0]}, {names[1]} and {names[2]}."
+        row = {"prompt": [{"role": "user", "content": prompt}], "completions": steps, "labels": labels}
+        rows[" ".join([prompt, *steps])] = row
     return list(rows.values())
 
 
@@ -480,8 +480,8 @@ def write(folder: Path) -> None:
         "priced_calls_eval.jsonl.gz": priced_calls(NUM_CALLS_EVAL, held_out=True),
         "games_calls.jsonl.gz": games_calls(NUM_CALLS, held_out=False),
         "games_calls_eval.jsonl.gz": games_calls(NUM_CALLS_EVAL, held_out=True),
-        "counting.jsonl.gz": counting(NUM_COUNTING, held_out=False),
-        "counting_eval.jsonl.gz": counting(NUM_COUNTING_EVAL, held_out=True),
+        "facts.jsonl.gz": listed_facts(NUM_FACTS, held_out=False),
+        "facts_eval.jsonl.gz": listed_facts(NUM_FACTS_EVAL, held_out=True),
     }
     for name, rows in small.items():
         lines = "".join(json.dumps(row) + "\n" for row in rows)

@@ -19,7 +19,7 @@ FILES = (
     *("sums.jsonl", "sums_eval.jsonl", "reviews.csv", "tales.txt"),
     *(f"{name}_calls{part}.jsonl.gz" for name in ("priced", "games") for part in ("", "_eval")),
     *("priced.jsonl", "priced_eval.jsonl", "games.jsonl", "games_eval.jsonl"),
-    *("counting.jsonl.gz", "counting_eval.jsonl.gz"),
+    *("facts.jsonl.gz", "facts_eval.jsonl.gz"),
 )
 PICTURES = tuple(
     f"{name}{suffix}.jsonl" for name in ("shapes", "shapes_pairs", "shapes_prompts") for suffix in ("", "_eval")
@@ -57,8 +57,8 @@ def test_the_script_makes_the_files_as_they_are(folder, files, tmp_path):
         ("priced_eval.jsonl", "prompts", 256),
         ("games.jsonl", "prompts", 1000),
         ("games_eval.jsonl", "prompts", 256),
-        ("counting.jsonl.gz", "stepwise_supervision", 4000),
-        ("counting_eval.jsonl.gz", "stepwise_supervision", 200),
+        ("facts.jsonl.gz", "stepwise_supervision", 2000),
+        ("facts_eval.jsonl.gz", "stepwise_supervision", 200),
         ("reviews.csv", "prompt_completion", 100),
         ("tales.txt", "text", 96),
         ("shapes.jsonl", "messages", 1200),
