@@ -182,6 +182,16 @@ def test_a_run_that_was_cut_off_goes_on_to_the_bit(recipe):
         assert [resumed[step][name] for step in range(1, 11)] == [whole[step][name] for step in range(1, 11)], name
 
 
+@pytest.mark.slow
+def test_an_adapter_is_trained_further_from_where_it_ended_and_by_prm_alone(recipe):
+    before = tunekit.train(recipe, ["adapter=lora", "output.name=first"])
+    after = tunekit.train(recipe, ["adapter=lora", f"model={before.name}"])
+    assert logged(after, "eval")[0]["eval_loss"] == pytest.approx(logged(before, "eval")[-1]["eval_loss"], rel=1e-5)
+    for method in ("sft", "reward"):
+        with pytest.raises(RecipeError, match="is a process reward model: it scores steps and generates none"):
+            tunekit.plan(recipe, [f"model={before.name}", f"method={method}"])
+
+
 # As a reward
 
 

@@ -48,7 +48,7 @@ from tunekit.probe.chat_template import end_answers, take_texts, template_text
 from tunekit.probe.model import auto_class, model_folder, with_tokenizer
 from tunekit.probe.model_files import check_normalizer, check_settings
 from tunekit.probe.new_tokens import NewTokens, add_new_tokens
-from tunekit.probe.origin import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from tunekit.probe.origin import ADAPTER_CONFIG, ADAPTER_WEIGHTS, origin_of
 from tunekit.probe.processors import kinds_of
 from tunekit.recipe.methods.spec import Judged
 from tunekit.recipe.sections.adapters import (
@@ -409,8 +409,10 @@ def check_scores_steps(section: ModelSection) -> None:
     Raises:
         ModelError: It cannot, or the configuration cannot be read.
     """
+    origin = origin_of(section)
+    base = section if origin is None or origin.adapter is None else origin.base
     try:
-        _check_scores_tokens(read_config(section), section)
+        _check_scores_tokens(read_config(base), base)
     except (OSError, ValueError) as error:
         raise ModelError(f"model.path: {section.path!r} cannot be loaded: {_first_line(error)}") from error
 
