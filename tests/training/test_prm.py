@@ -368,3 +368,9 @@ def test_steps_with_the_separator_within_are_told(recipe, tmp_path):
     write(tmp_path / "rows.jsonl", [row_of(1), {**row_of(2), "completions": ["a\nb", "c", "d"]}])
     report = tunekit.data_report(recipe, [f"data.train={tmp_path / 'rows.jsonl'}", "data.eval=null"])
     assert any("1 row with the separator '\\n' within a step" in note for note in report.notes)
+
+
+def test_steps_of_rows_that_are_read_as_prompts_do_not_reach_rewards(recipe):
+    method = "method={type: grpo, rewards: [{type: numeric_match, column: labels}], max_completion_length: 8}"
+    report = tunekit.data_report(recipe, [method, "data.format=prompts"])
+    assert any("passed to rewards: labels; ignored: completions" in note for note in report.notes)
