@@ -117,16 +117,16 @@ class ReplayBuffer:
         """
         num_own, size = len(scored["advantages"]), self._groups.size
         start = self._trainer.accelerator.process_index * num_own
-        taken = [(index, *divmod(start + index, size)) for index in range(num_own)]
-        taken = [(index, group, place) for index, group, place in taken if group in drawn]
+        places = [(index, *divmod(start + index, size)) for index in range(num_own)]
+        places = [(index, group, place) for index, group, place in places if group in drawn]
         laid = {"advantages": torch.zeros_like(scored["advantages"])}
-        for index, group, place in taken:
+        for index, group, place in places:
             laid["advantages"][index] = drawn[group]["advantages"][place]
         for name in self._names(scored):
             value, is_prompt = scored[name], name in PROMPTS
             width = max([value.shape[1], *(group[name].shape[1] for group in drawn.values())])
             laid[name] = value.new_full((num_own, width), self._fills[name])
-            for index, group, place in taken:
+            for index, group, place in places:
                 row = drawn[group][name][place : place + 1].to(value)
                 laid[name][index] = filled(row, width, self._fills[name], left=is_prompt)[0]
         return laid

@@ -109,11 +109,11 @@ class SDFTTrainer(DistillationTrainer):  # type: ignore[misc]
         own = self._hidden(student, inputs, "prompt", rows, places)
         teacher: Any = student if self.ref_model is None else self.accelerator.unwrap_model(self.ref_model)
         with torch.no_grad(), self._as_teacher(teacher):
-            given = teacher, inputs, "teacher", rows, places
+            arguments = teacher, inputs, "teacher", rows, places
             if self.ref_model is None:
-                its = self._hidden(*given)
+                its = self._hidden(*arguments)
             else:
-                its = self._forward_redirection(self.ref_model, teacher, self._hidden, *given)
+                its = self._forward_redirection(self.ref_model, teacher, self._hidden, *arguments)
             scorer = with_head(teacher, its)
         divergence, entropy = divergences(
             with_head(student, own),

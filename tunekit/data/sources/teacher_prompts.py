@@ -42,15 +42,15 @@ def with_teacher_prompts(data: LoadedData, template: str) -> LoadedData:
 def _row(row: Row, place: str, template: str) -> Row:
     prompt, context = _parts(row, place)
     if isinstance(prompt, str):
-        shown: Any = template.format(prompt=prompt, privileged_context=context)
+        teacher_prompt: Any = template.format(prompt=prompt, privileged_context=context)
     else:
         question = prompt[-1]
         if question["role"] != "user" or not isinstance(question["content"], str):
             problem = f"{place}: the prompt ends with a message of role {question['role']!r}"
             raise DataError(f"{problem}, not with a user's text", hint="end each prompt with a user message")
         content = template.format(prompt=question["content"], privileged_context=context)
-        shown = [*prompt[:-1], {**question, "content": content}]
-    return {"prompt": prompt, CONTEXT: context, TEACHER_PROMPT: shown}
+        teacher_prompt = [*prompt[:-1], {**question, "content": content}]
+    return {"prompt": prompt, CONTEXT: context, TEACHER_PROMPT: teacher_prompt}
 
 
 def _parts(row: Row, place: str) -> tuple[Any, str]:

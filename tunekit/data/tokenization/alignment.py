@@ -267,8 +267,8 @@ def _measure(
                 check_calls(row, ANSWERS[rows.format], tokenizer, rows.place(index))
                 prompt_tokens, answered = tokens_of(row, ANSWERS[rows.format], tokenizer)
                 for column in room.prompts[1:]:
-                    others, _ = tokens_of({"prompt": row[column]}, (), tokenizer)
-                    prompt_tokens = max(prompt_tokens, others)
+                    longer, _ = tokens_of({"prompt": row[column]}, (), tokenizer)
+                    prompt_tokens = max(prompt_tokens, longer)
             else:
                 if row.get(COLUMN) and not num_media:
                     answers.check(row, ANSWERS[rows.format], rows.place(index))

@@ -105,9 +105,9 @@ def _score_by_steps(
 
     def tokens(prompt: Any, completion: Any) -> tuple[list[int], list[int]]:
         # What was written in earlier turns is the prompt of the last.
-        asked = prompt if isinstance(prompt, str) else [*prompt, *completion[:-1]]
+        whole_prompt = prompt if isinstance(prompt, str) else [*prompt, *completion[:-1]]
         text = text_of(completion).removesuffix(tokenizer.eos_token or "")
-        return steps.encode(prompt_tokens({"prompt": asked}, tokenizer, "an answer"), steps.split(text))
+        return steps.encode(prompt_tokens({"prompt": whole_prompt}, tokenizer, "an answer"), steps.split(text))
 
     def score(answers: Answers) -> list[float]:
         rows = [tokens(*pair) for pair in zip(answers.prompts, answers.completions, strict=True)]
