@@ -49,8 +49,8 @@ NUM_CALLS, NUM_CALLS_EVAL = 3000, 100
 NUM_PRICED, NUM_PRICED_EVAL = 2000, 256
 NUM_GAMES, NUM_GAMES_EVAL = 1000, 256
 NUM_FACTS, NUM_FACTS_EVAL = 2000, 200
-HIGHEST, NUM_GUESSES = 3, 2
-"""The game of `tools/guess`: two guesses are enough to find one of three numbers."""
+HIGHEST, NUM_GUESSES = 3, 3
+"""The game of `tools/guess`: who keeps to the hints finds the number."""
 
 CAPITALS = {
     "France": "Paris", "Germany": "Berlin", "Italy": "Rome", "Spain": "Madrid", "Portugal": "Lisbon",
