@@ -98,6 +98,7 @@ SETTINGS = {
     "lost_reasons",
     "optimizer_cls_and_kwargs",
     "rank_allocation",
+    "replayed_groups",
     "stored_buffers",
     "tool_hosts",
     "train_dataset",

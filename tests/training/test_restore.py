@@ -286,7 +286,7 @@ class Halfway:
         self.args = SimpleNamespace(device="cpu", gradient_accumulation_steps=1)
         self.state = SimpleNamespace(global_step=5, max_steps=8, epoch=1.25, num_input_tokens_seen=0)
         self.summed_loss, self.logged_step, self.num_trained_tokens = torch.tensor(0.0), 0, 0
-        self.metrics = {"train": {}, "eval": {}}
+        self.metrics, self.replayed_groups = {"train": {}, "eval": {}}, None
         vars(self).update(values)
 
     def wrap(self, name, function):

@@ -49,5 +49,5 @@ def _build(method: GRPOMethod, parts: Parts, use: ToolUse) -> RunTrainer:
     if groups is not None and method.resamples:
         DynamicSampling(trainer, groups, method.max_resample_times, seed, pad)
     if groups is not None and method.replays:
-        trainer.replay = ReplayBuffer(trainer, groups, method.replay_buffer_size, seed, pad)
+        ReplayBuffer(trainer, groups, method.replay_buffer_size, seed, pad)
     return trainer

@@ -24,20 +24,19 @@ if TYPE_CHECKING:
 class ReplayBuffer:
     """Replaces groups of completions without signal by earlier ones.
 
+    The trainer has the groups that are kept, the newest last: tensors by TRL's names, `(completions, tokens)`, and the
+    step that generated them.
+
     Args:
         trainer: A trainer of TRL's that learns from rewarded groups.
         groups: Its groups.
         size: Groups that are kept.
         seed: Seed of the groups that are drawn.
         pad_token_id: Token that fills shorter completions.
-
-    Attributes:
-        kept: Tensors of each group by TRL's names, `(completions, tokens)`, with the step that generated it, the newest
-            last.
     """
 
     def __init__(self, trainer: "RunTrainer", groups: Groups, size: int, seed: int, pad_token_id: int) -> None:
-        self.kept: list[dict[str, torch.Tensor]] = []
+        trainer.replayed_groups = []
         self._trainer = trainer
         self._groups = groups
         self._size = size
@@ -56,9 +55,10 @@ class ReplayBuffer:
             scored["old_per_token_logps"] = self._log_probs(scored)
         has_signal = self._groups.has_signal
         places = (~has_signal).nonzero().flatten().tolist()
+        earlier = trainer.replayed_groups or []
         step = trainer.state.global_step
         rng = random.Random(f"{self._seed}/{step}/replay")
-        drawn = dict(zip(places, rng.sample(self.kept, min(len(places), len(self.kept))), strict=False))
+        drawn = dict(zip(places, rng.sample(earlier, min(len(places), len(earlier))), strict=False))
         fresh = self._fresh(scored, has_signal, step)
         if drawn:
             replaces = torch.zeros_like(has_signal)
@@ -70,7 +70,7 @@ class ReplayBuffer:
         metrics["replay/frac_replayed"].append(len(drawn) / len(has_signal))
         if drawn:
             metrics["replay/age"].append(sum(step - int(group["step"]) for group in drawn.values()) / len(drawn))
-        self.kept = [*self.kept, *fresh][-self._size :]
+        trainer.replayed_groups = [*earlier, *fresh][-self._size :]
         return scored
 
     def _log_probs(self, scored: Mapping[str, Any]) -> torch.Tensor:

@@ -32,11 +32,11 @@ from tunekit.recipe.sections.section import Optim, OptimArgs
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
+    from torch import Tensor
     from transformers import Trainer as Base
     from transformers import TrainerState, TrainingArguments
 
     from tunekit.methods.environments.episodes import Host
-    from tunekit.methods.replay import ReplayBuffer
     from tunekit.recipe.sections.section import TrainSection
 else:
     Base = object
@@ -90,8 +90,8 @@ class RunTrainer(Base):  # type: ignore[misc]
     """Distribution of ranks, of an adapter that has it."""
     tool_hosts: "Sequence[Host]" = ()
     """Processes of tools and environments."""
-    replay: "ReplayBuffer | None" = None
-    """Groups of earlier steps, of a method that replays some."""
+    replayed_groups: "Sequence[Mapping[str, Tensor]] | None" = None
+    """Completions of earlier steps, a group each, of a method that replays some."""
     lost_reasons: Sequence[str] = ()
     """Why episodes or calls of the last batch were lost."""
     stored_buffers: Sequence[str] = ()

@@ -354,8 +354,8 @@ class Carried:
         }
         if is_rewarded(self.method) and state.global_step % self.method.steps_per_generation:
             carried["answers"] = trainer.buffered_answers
-        if trainer.replay is not None:
-            carried["replay"] = trainer.replay.kept
+        if trainer.replayed_groups is not None:
+            carried["replayed_groups"] = trainer.replayed_groups
         torch.save(carried, Path(folder) / carried_name(self.place.rank))
         if self._reference_follows() and self.place.is_main:
             save_model(trainer.ref_model, str(Path(folder) / REFERENCE))
@@ -375,8 +375,8 @@ class Carried:
         # Of micro-batches of another size they are generated anew.
         if len(carried.get("answers", ())) == trainer.args.gradient_accumulation_steps:
             trainer.buffered_answers = carried["answers"]
-        if trainer.replay is not None:
-            trainer.replay.kept = carried.get("replay", [])
+        if trainer.replayed_groups is not None:
+            trainer.replayed_groups = carried.get("replayed_groups", [])
         if trainer.state.global_step >= trainer.state.max_steps:
             # transformers does it within the first epoch, of which nothing is left.
             trainer.load_random_state(str(self.source))
