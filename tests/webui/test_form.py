@@ -176,7 +176,7 @@ def beside(text: str, entry: tunekit.Entry, method: str) -> str:
     """A recipe in which a field of this one means something."""
     name = name_of(entry.key)
     for key, value in BESIDE.get(name, {}).items():
-        if not (key == "method.trainer_args" and (method in ("sft", "gkd") or METHODS[method].generates)):
+        if not (key == "method.trainer_args" and (method in ("sft", "gkd", "prm") or METHODS[method].generates)):
             text = tunekit.edit_text(text, key, value)
     section, _, own = entry.key.rpartition(".")
     if section.endswith("rope_scaling") and own != "factor":
@@ -448,7 +448,7 @@ def test_no_edit_is_lost_while_the_form_is_made_anew(tmp_path: Path, serve: Any,
     is_kept("300")
     # What is looked for, and a section more.
     steps.fill("400")
-    page.locator("#form-search input, #form-search textarea").fill("steps")
+    page.locator("#form-search input, #form-search textarea").fill("max_steps")
     expect(page.locator("#form-method-type")).to_have_count(0)
     is_kept("400")
     page.locator("#form-search input, #form-search textarea").fill("")
