@@ -257,8 +257,9 @@ def fill_lost_episodes(trainer: "RunTrainer", use: ToolUse, rewards: Any) -> Any
 
     is_training = trainer.model.training
     episodes = trainer.episodes or ()
-    own = [episode.is_lost for episode in episodes]
+    # One that is lost by this question is one of those that are lost.
     own_steps = [episode.step_rewards for episode in episodes]
+    own = [episode.is_lost for episode in episodes]
     counts = [(host.name, *host.counts.take()) for host in use.hosts]
     own_reasons = list(dict.fromkeys(f"{name}: {reason}" for name, _, reasons in counts for reason in reasons))
     lost, steps, reasons = own, own_steps, own_reasons
