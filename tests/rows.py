@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from tunekit.data.formats.convert import Findings
-from tunekit.data.formats.row_formats import Format, Row
+from tunekit.data.formats.row_formats import Row
 from tunekit.data.sources.reader import convert_row
 from tunekit.recipe.methods import METHODS
+from tunekit.recipe.sections.data import Format
 
 
 def check_row(value: object, format: Format) -> Row:

@@ -130,13 +130,18 @@ def plain_accelerator():
     return Accelerator(cpu=True, mixed_precision="no")
 
 
+def save_jsonl(path: Path, rows: Iterable[object]) -> None:
+    """Save rows, a line each."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
 def save_chats(path: Path, exchanges: Iterable[tuple[str, str]]) -> None:
     """Write one conversation a line, each a question and its answer."""
     rows = [
         {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
         for question, answer in exchanges
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    save_jsonl(path, rows)
 
 
 @contextlib.contextmanager

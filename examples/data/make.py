@@ -379,7 +379,7 @@ def listed_facts(num: int, *, held_out: bool) -> list[dict[str, object]]:
     rng = random.Random(f"{SEED}/facts/{held_out}")
     rows: dict[str, dict[str, object]] = {}
     while len(rows) < num:
-        asked, facts = rng.choice([("capitals", CAPITALS), ("opposites", OPPOSITES)])
+        subject, facts = rng.choice([("capitals", CAPITALS), ("opposites", OPPOSITES)])
         names = rng.sample(list(facts), 3)
         steps, labels = [], []
         for name in names:
@@ -388,7 +388,7 @@ def listed_facts(num: int, *, held_out: bool) -> list[dict[str, object]]:
             right = rng.random() < 0.6 or not wrong
             steps.append(f"{name}: {facts[name] if right else rng.choice(wrong)}")
             labels.append(right)
-        prompt = f"Name the {asked} of {names[0]}, {names[1]} and {names[2]}."
+        prompt = f"Name the {subject} of {names[0]}, {names[1]} and {names[2]}."
         row = {"prompt": [{"role": "user", "content": prompt}], "completions": steps, "labels": labels}
         rows[" ".join([prompt, *steps])] = row
     return list(rows.values())

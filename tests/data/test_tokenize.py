@@ -20,11 +20,11 @@ from tests.data.tokenizers import (
     byte_tokenizer,
 )
 from tests.rows import check_row
-from tunekit.data.formats.row_formats import Format
 from tunekit.data.sources.rows import Rows, RowStore
 from tunekit.data.tokenization import tokenize as tokenizing
 from tunekit.data.tokenization.encode import Encoder
 from tunekit.errors import DataError
+from tunekit.recipe.sections.data import Format
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 

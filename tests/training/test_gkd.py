@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tunekit
-from tests.tiny import make_tokenizer, save_tiny_model
+from tests.tiny import make_tokenizer, save_jsonl, save_tiny_model
 from tests.training.watching import cut_off_and_resumed, last_words, logged
 from tunekit.api import verbs
 from tunekit.errors import ModelError, PlanError, RecipeError
@@ -37,16 +37,10 @@ def workspace(tmp_path_factory):
         for n in range(22)
     ]
     rows = [{"messages": [{"role": role, "content": content} for role, content in row]} for row in turns]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    save_jsonl(folder / "rows.jsonl", rows)
     (folder / "texts.jsonl").write_text('{"text": "a text"}\n' * 8)
     (folder / "recipe.yaml").write_text(RECIPE)
     return folder
-
-
-@pytest.fixture
-def recipe(workspace, monkeypatch):
-    monkeypatch.chdir(workspace)
-    return workspace / "recipe.yaml"
 
 
 @pytest.mark.sample(1)

@@ -1,6 +1,5 @@
 """Online DPO on a tiny model: with each adapter, cut off and resumed, and its gradients by TRL's OnlineDPOTrainer."""
 
-import json
 from collections import defaultdict
 from zlib import crc32
 
@@ -9,7 +8,7 @@ import torch
 from datasets import Dataset
 
 import tunekit
-from tests.tiny import make_tokenizer, save_tiny_model
+from tests.tiny import make_tokenizer, save_jsonl, save_tiny_model
 from tests.training.watching import cut_off_and_resumed, last_words, logged
 from tunekit.errors import RecipeError
 from tunekit.methods.online_dpo import OnlineDPOTrainer, Pairs
@@ -44,15 +43,9 @@ def workspace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("online_dpo")
     save_tiny_model(folder / "model")
     rows = [{"prompt": f"double {n}", "answer": 2 * n} for n in range(8)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    save_jsonl(folder / "prompts.jsonl", rows)
     (folder / "recipe.yaml").write_text(RECIPE)
     return folder
-
-
-@pytest.fixture
-def recipe(workspace, monkeypatch):
-    monkeypatch.chdir(workspace)
-    return workspace / "recipe.yaml"
 
 
 @pytest.mark.sample(1)

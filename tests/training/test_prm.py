@@ -1,7 +1,5 @@
 """Process reward models: the loss by plain transformers, what is saved, and that completions are scored by steps."""
 
-import json
-
 import pytest
 import torch
 from peft import PeftModel
@@ -9,7 +7,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForTokenClassification, AutoTokenizer, set_seed
 
 import tunekit
-from tests.tiny import make_tokenizer, save_tiny_model
+from tests.tiny import make_tokenizer, save_jsonl, save_tiny_model
 from tests.training.watching import cut_off_and_resumed, last_words, logged
 from tunekit.errors import DataError, ModelError, PlanError, RecipeError, RunError
 from tunekit.methods.prm import PRMTrainer
@@ -37,24 +35,14 @@ def row_of(n):
     }
 
 
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("prm")
     save_tiny_model(folder / "model", hidden=64)
-    write(folder / "rows.jsonl", map(row_of, range(1, 23)))
-    write(folder / "held.jsonl", map(row_of, range(30, 37)))
+    save_jsonl(folder / "rows.jsonl", map(row_of, range(1, 23)))
+    save_jsonl(folder / "held.jsonl", map(row_of, range(30, 37)))
     (folder / "recipe.yaml").write_text(RECIPE)
     return folder
-
-
-@pytest.fixture
-def recipe(workspace, monkeypatch):
-    monkeypatch.chdir(workspace)
-    return workspace / "recipe.yaml"
 
 
 TOKENIZER = make_tokenizer()
@@ -320,7 +308,7 @@ def test_a_trained_one_rewards_completions(recipe, workspace, adapter, method):
 )  # fmt: skip
 def test_a_wrong_row_is_named(tmp_path, workspace, monkeypatch, change, problem):
     monkeypatch.chdir(tmp_path)
-    write(tmp_path / "rows.jsonl", [row_of(1), {**row_of(3), **change}])
+    save_jsonl(tmp_path / "rows.jsonl", [row_of(1), {**row_of(3), **change}])
     with pytest.raises(DataError, match=problem):
         tunekit.plan({"model": str(workspace / "model"), "data": {"train": "rows.jsonl"}, "method": "prm"})
 
@@ -365,7 +353,7 @@ def test_the_report_marks_the_tokens_at_which_steps_are_scored(recipe):
 
 
 def test_steps_with_the_separator_within_are_told(recipe, tmp_path):
-    write(tmp_path / "rows.jsonl", [row_of(1), {**row_of(2), "completions": ["a\nb", "c", "d"]}])
+    save_jsonl(tmp_path / "rows.jsonl", [row_of(1), {**row_of(2), "completions": ["a\nb", "c", "d"]}])
     report = tunekit.data_report(recipe, [f"data.train={tmp_path / 'rows.jsonl'}", "data.eval=null"])
     assert any("1 row with the separator '\\n' within a step" in note for note in report.notes)
 

@@ -1,13 +1,11 @@
 """Self-distillation on a tiny model: each teacher and adapter, resumed, and gradients by TRL's SDFTTrainer."""
 
-import json
-
 import pytest
 import torch
 from datasets import Dataset
 
 import tunekit
-from tests.tiny import make_tokenizer, save_tiny_model
+from tests.tiny import make_tokenizer, save_jsonl, save_tiny_model
 from tests.training.watching import cut_off_and_resumed, last_words, logged
 from tunekit.errors import RecipeError, TunekitError
 from tunekit.methods.sdft import SDFTTrainer
@@ -26,24 +24,14 @@ CHATS = [
 ]
 
 
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sdft")
     save_tiny_model(folder / "model")
-    write(folder / "prompts.jsonl", ROWS)
-    write(folder / "chats.jsonl", CHATS)
+    save_jsonl(folder / "prompts.jsonl", ROWS)
+    save_jsonl(folder / "chats.jsonl", CHATS)
     (folder / "recipe.yaml").write_text(RECIPE)
     return folder
-
-
-@pytest.fixture
-def recipe(workspace, monkeypatch):
-    monkeypatch.chdir(workspace)
-    return workspace / "recipe.yaml"
 
 
 @pytest.mark.sample(1)
@@ -240,13 +228,13 @@ def chat(*turns):
     ],
 )
 def test_a_row_without_a_demonstration_is_named(recipe, tmp_path, row, problem):
-    write(tmp_path / "rows.jsonl", [*ROWS, row])
+    save_jsonl(tmp_path / "rows.jsonl", [*ROWS, row])
     with pytest.raises(TunekitError, match=problem):
         tunekit.check(recipe, [f"data.train={tmp_path / 'rows.jsonl'}"])
 
 
 def test_a_prompt_too_long_for_the_teacher_is_left_out(recipe, tmp_path):
-    write(tmp_path / "rows.jsonl", [*ROWS, {"prompt": "double 2", "privileged_context": "4 " * 40}])
+    save_jsonl(tmp_path / "rows.jsonl", [*ROWS, {"prompt": "double 2", "privileged_context": "4 " * 40}])
     notes = []
     tunekit.train(
         recipe,
@@ -254,3 +242,5 @@ def test_a_prompt_too_long_for_the_teacher_is_left_out(recipe, tmp_path):
         on_event=lambda event: notes.extend(event["notes"]) if event["event"] == "plan" else None,
     )
     assert any("1 row skipped: prompt longer than 52 tokens" in note for note in notes)
+    preview = tunekit.preview(recipe, [f"data.train={tmp_path / 'rows.jsonl'}"], num_rows=9)
+    assert [row.left_out for row in preview.rows] == [None] * 8 + ["prompt longer than 52 tokens"]

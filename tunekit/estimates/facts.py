@@ -41,7 +41,7 @@ from tunekit.recipe.sections.adapters import (
     PeftAdapter,
     QloraAdapter,
 )
-from tunekit.recipe.sections.data import MediaKind
+from tunekit.recipe.sections.data import Format, MediaKind
 from tunekit.recipe.sections.model import ModelSection
 
 _FREE = frozenset({"type", "dropout", "loraplus_lr_ratio", "quant_type", "double_quant"})
@@ -879,16 +879,7 @@ class DataFacts(Facts):
 
     num_train: int
     num_eval: int | None = None
-    format: Literal[
-        "messages",
-        "prompt_completion",
-        "text",
-        "tokens",
-        "preference",
-        "unpaired_preference",
-        "stepwise_supervision",
-        "prompts",
-    ] = "messages"
+    format: Format = "messages"
     """Shape of the rows, after other shapes were converted to it."""
     is_conversational: bool | None = None
     """True if rows, or their prompts, are messages that the chat template formats; None in plans of older versions."""

@@ -76,7 +76,7 @@ class Trained:
 
     @property
     def judged(self) -> Judged | None:
-        """What it scores; None if it generates."""
+        """Kind of score that it gives; None if it generates."""
         return None if self.run is None else self.run.recipe.method.spec.classifies
 
     @property

@@ -188,6 +188,18 @@ def rewarded_trainer(
     return trainer
 
 
+def whole_sequences(scored: Mapping[str, Any]) -> "tuple[Tensor, Tensor, int]":
+    """Return token IDs and attention mask of prompts with their completions, and the latter's tokens.
+
+    Args:
+        scored: Tensors by TRL's names, prompts padded on the left and completions on the right.
+    """
+    import torch
+
+    ids, mask = (torch.cat([scored[f"prompt_{name}"], scored[f"completion_{name}"]], 1) for name in ("ids", "mask"))
+    return ids, mask, scored["completion_ids"].size(1)
+
+
 def group_rewards(rewards: "Tensor", weights: "Tensor", num_generations: int) -> "Tensor":
     """Return the weighted sums of rewards, `(groups, completions)`; NaN where a completion has none.
 

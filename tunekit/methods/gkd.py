@@ -110,12 +110,7 @@ class GKDTrainer(TokenMeanSFTTrainer):
         summed, entropy = self._redirected(model, student, self._compare, student, inputs, places, targets)
         read = inputs["attention_mask"].sum() if "attention_mask" in inputs else torch.tensor(labels.numel())
         self._keep_counts([entropy, torch.tensor(len(places)), read])
-        if num_items_in_batch is None:
-            loss = summed / max(1, len(places))
-        else:
-            # Of a sum over all processes it is a share, and their gradients are averaged.
-            times = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
-            loss = summed / num_items_in_batch * times
+        loss = self._share(summed, len(places), num_items_in_batch)
         return (loss, None) if return_outputs else loss
 
     def _compare(

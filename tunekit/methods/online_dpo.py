@@ -19,7 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
 from tunekit.methods.arguments import Parts
-from tunekit.methods.generation import group_rewards, rewarded_trainer
+from tunekit.methods.generation import group_rewards, rewarded_trainer, whole_sequences
 from tunekit.methods.run_trainer import RunTrainer
 from tunekit.recipe.methods.online_dpo import OnlineDPOMethod
 
@@ -90,12 +90,7 @@ class OnlineDPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _score(self, model: Any, scored: dict[str, Any], batch_size: int | None = None) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of the tokens of completions, each `(completions, tokens)`."""
         log_probs, entropies, _ = self._get_per_token_logps_and_entropies(
-            model,
-            torch.cat([scored["prompt_ids"], scored["completion_ids"]], dim=1),
-            torch.cat([scored["prompt_mask"], scored["completion_mask"]], dim=1),
-            scored["completion_ids"].size(1),
-            batch_size=batch_size,
-            compute_entropy=True,
+            model, *whole_sequences(scored), batch_size=batch_size, compute_entropy=True
         )
         return log_probs, entropies
 

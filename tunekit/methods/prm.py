@@ -63,12 +63,7 @@ class PRMTrainer(TokenMeanSFTTrainer):
         scores, labels = logits[is_step], inputs["labels"][is_step]
         summed = cross_entropy(scores.to(torch.promote_types(scores.dtype, torch.float32)), labels, reduction="sum")
         self._keep_counts([(scores.argmax(-1) == labels).sum(), is_step.sum(), inputs["attention_mask"].sum()])
-        if num_items_in_batch is None or not self.model.training:
-            loss = summed / max(1, len(labels))
-        else:
-            # Of a sum over all processes it is a share, and their gradients are averaged.
-            times = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
-            loss = summed / num_items_in_batch * times
+        loss = self._share(summed, len(labels), num_items_in_batch if self.model.training else None)
         return (loss, None) if return_outputs else loss
 
     def _tell(self, noted: list[Tensor], mode: str) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from trl.models.utils import disable_gradient_checkpointing
 
+from tunekit.methods.generation import whole_sequences
 from tunekit.methods.groups import OF_TOKENS, PROMPTS, Groups, filled, fills_of, merge
 
 if TYPE_CHECKING:
@@ -78,11 +79,7 @@ class ReplayBuffer:
         trainer = self._trainer
         with torch.no_grad(), disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs):
             log_probs: torch.Tensor = trainer.token_scores(
-                trainer.model,
-                torch.cat([scored["prompt_ids"], scored["completion_ids"]], dim=1),
-                torch.cat([scored["prompt_mask"], scored["completion_mask"]], dim=1),
-                scored["completion_ids"].size(1),
-                batch_size=trainer.args.per_device_train_batch_size,
+                trainer.model, *whole_sequences(scored), batch_size=trainer.args.per_device_train_batch_size
             )[0]
         return log_probs
 

@@ -155,6 +155,21 @@ class TokenMeanSFTTrainer(SFTTrainer):  # type: ignore[misc]
         # The sum over all processes is what is wanted, of gradients too, and the mean is what is made of it.
         return loss * num_processes
 
+    def _share(self, summed: torch.Tensor, num_tokens: int, num_items_in_batch: torch.Tensor | None) -> torch.Tensor:
+        """Return the share of a micro-batch in the mean over the tokens of a step.
+
+        Args:
+            summed: Sum of the losses of the micro-batch.
+            num_tokens: Tokens of which it is the sum.
+            num_items_in_batch: Tokens of the step; None: the mean over the micro-batch.
+        """
+        if num_items_in_batch is None:
+            return summed / max(1, num_tokens)
+        # Of a sum over all processes it is a share, and their gradients are averaged.
+        times = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+        share: torch.Tensor = summed / num_items_in_batch * times
+        return share
+
     def _summed_loss(self, model: Any, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None) -> Any:
         """The loss that TRL makes of each token's, made of their sum (trl 1.16, `SFTTrainer.compute_loss`)."""
         if self.aux_loss_enabled:

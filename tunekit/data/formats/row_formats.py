@@ -21,24 +21,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from tunekit.errors import DataError
 from tunekit.files import read_table
 from tunekit.recipe.methods import METHODS
-from tunekit.recipe.sections.data import MediaKind, SourceFormat
-
-Format = Literal[
-    "messages",
-    "prompt_completion",
-    "text",
-    "tokens",
-    "preference",
-    "unpaired_preference",
-    "stepwise_supervision",
-    "prompts",
-]
-"""Shape of rows that a method can learn from."""
+from tunekit.recipe.sections.data import Format, MediaKind, SourceFormat
 
 Row = dict[str, Any]
 """One valid row: the columns of its format and no others, but that `prompts` keep all."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tunekit.data.formats.row_formats import Format, Row
+from tunekit.data.formats.row_formats import Row
 from tunekit.data.media.answers import PictureAnswers
 from tunekit.data.media.clips import Clip, excerpt
 from tunekit.data.media.expand import MediaTokens, MediumTokens
@@ -21,12 +21,12 @@ from tunekit.data.reports.look import Column, FormatColumns, briefly
 from tunekit.data.reports.measure import sample
 from tunekit.data.reports.report import Sample
 from tunekit.data.sources.rows import Rows, RowStore, Skipped
-from tunekit.data.tokenization.alignment import ANSWERS, Room, check_calls, prompt_tokens, tokens_of
+from tunekit.data.tokenization.alignment import ANSWERS, Room, check_calls, longest_prompt, prompt_tokens, tokens_of
 from tunekit.data.tokenization.encode import Encoder
 from tunekit.data.tokenization.steps import StepTokens
 from tunekit.data.tokenization.tokenize import TokenReport
 from tunekit.errors import DataError
-from tunekit.recipe.sections.data import TooLong
+from tunekit.recipe.sections.data import Format, TooLong
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -271,6 +271,7 @@ def answered_sequences(
             if pictures is None:
                 check_calls(row, columns, tokenizer, place)
                 num_given, answered = tokens_of(row, columns, tokenizer)
+                num_given = longest_prompt(row, num_given, room, tokenizer)
                 prompt = list(prompt_tokens(row, tokenizer, "a prompt")) if not columns else []
                 places: list[list[MediumTokens]] = [[] for _ in columns or (None,)]
             else:

@@ -32,10 +32,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self, cast, overload
 
 import platformdirs
 
-from tunekit.data.formats.row_formats import Format, Row, described
+from tunekit.data.formats.row_formats import Row, described
 from tunekit.data.sources.files import Fault, Record, Table
 from tunekit.errors import DataError
-from tunekit.recipe.sections.data import LossOn, MediaKind, SourceFormat
+from tunekit.recipe.sections.data import Format, LossOn, MediaKind, SourceFormat
 
 if TYPE_CHECKING:
     import numpy as np

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from tunekit.data.formats.messages import check_calls_written, tools_of
-from tunekit.data.formats.row_formats import Format, Row, counted
+from tunekit.data.formats.row_formats import Row, counted
 from tunekit.data.media.answers import PAIR, PictureAnswers
 from tunekit.data.media.kinds import COLUMN, media_of
 from tunekit.data.packing.sequences import IGNORED, Mixing, Mixture, common_prefix_length, mix, ordered
@@ -28,7 +28,7 @@ from tunekit.data.sources.rows import Places, Rows
 from tunekit.data.tokenization.tokenize import TokenReport
 from tunekit.errors import DataError
 from tunekit.probe.chat_template import template_in_time
-from tunekit.recipe.sections.data import DataSection, MediaKind
+from tunekit.recipe.sections.data import DataSection, Format, MediaKind
 
 if TYPE_CHECKING:
     import datasets
@@ -266,9 +266,7 @@ def _measure(
             elif answers is None:
                 check_calls(row, ANSWERS[rows.format], tokenizer, rows.place(index))
                 prompt_tokens, answered = tokens_of(row, ANSWERS[rows.format], tokenizer)
-                for column in room.prompts[1:]:
-                    longer, _ = tokens_of({"prompt": row[column]}, (), tokenizer)
-                    prompt_tokens = max(prompt_tokens, longer)
+                prompt_tokens = longest_prompt(row, prompt_tokens, room, tokenizer)
             else:
                 if row.get(COLUMN) and not num_media:
                     answers.check(row, ANSWERS[rows.format], rows.place(index))
@@ -342,6 +340,19 @@ def tokens_of(
         whole = [tokenizer(prompt + answer.removesuffix(end) + end)["input_ids"] for answer in answers]
     shared = min((common_prefix_length(prompt_ids, answer_ids) for answer_ids in whole), default=len(prompt_ids))
     return shared, whole
+
+
+def longest_prompt(row: Row, num_tokens: int, room: Room, tokenizer: "PreTrainedTokenizerBase") -> int:
+    """Return the tokens of the longest prompt of a row, each of which has to fit.
+
+    Args:
+        row: The row.
+        num_tokens: Tokens of its column `prompt`.
+        room: The columns of prompts.
+        tokenizer: Tokenizer of the model.
+    """
+    others = ({"prompt": row[column]} for column in room.prompts if column != "prompt")
+    return max([num_tokens, *(len(prompt_tokens(prompt, tokenizer, "a row")) for prompt in others)])
 
 
 def prompt_tokens(row: Row, tokenizer: "PreTrainedTokenizerBase", place: str) -> Sequence[int]:

@@ -114,11 +114,11 @@ class PassInputs:
 
 
 TrainsOn = Literal["tokens", "pairs", "answers", "steps", "prompts"]
-"""What a row is to a method: tokens that tunekit has made, a pair of answers, an answer that is good or bad, one whose
-steps are, or a prompt that the model answers while it is trained."""
+"""Kind of row that a method learns from: tokens that tunekit has made, a pair of answers, an answer that is good or
+bad, one whose steps are, or a prompt that the model answers while it is trained."""
 
 Judged = Literal["text", "steps"]
-"""What a model scores that does not write: a text by one number, or each step of an answer as bad or good by two."""
+"""Score of a model that does not write: a text by one number, or each step of an answer as bad or good by two."""
 
 ReferenceUse = Literal["none", "model", "beforehand"]
 """Use of a reference model: none, in every step, or log-probabilities that are computed before training."""
@@ -163,7 +163,7 @@ class MethodSpec:
     stores_metrics: bool = False
     """True if the trainer keeps what it measures in `_stored_metrics`, and counts no tokens."""
     classifies: Judged | None = None
-    """What the model scores, where it does not write."""
+    """Score that the model gives, where it does not write."""
     adds_router_loss: bool = False
     """True if TRL's trainer adds the auxiliary loss of routers, for each model that has one (TRL 1.16)."""
     settings_scale_loss: bool = True

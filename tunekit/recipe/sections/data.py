@@ -13,6 +13,18 @@ _Compared = Literal["preference", "ranking", "unpaired_preference", "stepwise_su
 SourceFormat = Literal[_Supervised, _Compared, "prompts"]
 """Shape of rows as they stand in a source."""
 
+Format = Literal[
+    "messages",
+    "prompt_completion",
+    "text",
+    "tokens",
+    "preference",
+    "unpaired_preference",
+    "stepwise_supervision",
+    "prompts",
+]
+"""Shape of rows that a method can learn from."""
+
 DataFormat = Literal["auto"] | SourceFormat | Annotated[FunctionPath, Field(pattern=FUNCTION_PATTERN)]
 """A shape of rows, that it is to be recognised, or a function that makes the rows."""
 
