@@ -57,6 +57,8 @@ MAX_GROWTH_BYTES = 150 * 2**20
 CODES = {"goes on": 0, "fails": 2, "is given up": HUNG_CODE, "stops": 128 + signal.SIGTERM, "killed": -signal.SIGKILL}
 """Exit codes by how a run ends."""
 
+AHEAD = "an answer that is asked for a step ahead"
+
 REMEDY_OF_TIME = "if it only takes long, raise method.tool_timeout_seconds"
 REMEDY_OF_LOG = "see log.txt for what it printed"
 SHARED = "the episode takes the mean reward of its group"
@@ -141,6 +143,9 @@ def cases() -> Iterator[ToolCase]:
     yield ToolCase("run", "killed, processes left behind", "fork and kill trainer", "guess", "killed")
     server = r"method.generation.vllm_server_base_url: no answer from the vLLM server at http://127.0.0.1:\d+: .*; "
     yield ToolCase("server", "killed within an answer", "kill", "server", "fails", server + "see .* `vllm serve`")
+    yield ToolCase(
+        "server", "killed within a later step's answer", "kill", AHEAD, "fails", server + "see .* `vllm serve`"
+    )
     silent = rf"vLLM server at http://127.0.0.1:\d+ has not answered for \d+ s, in generation of step {FAULT_STEP}; see"
     yield ToolCase("server", "hangs within an answer", "hang", "server", "is given up", silent)
 
@@ -155,7 +160,7 @@ class ToolBench:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._num = 0
-        self._whole: dict[str, tuple[Place, int]] = {}
+        self._whole: dict[tuple[str, str], tuple[Place, int]] = {}
         save_calling_model(folder / "model")
         rows = [{"prompt": [{"role": "user", "content": "Guess my number."}], "start": start} for start in (1, 2)]
         (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -188,13 +193,14 @@ class ToolBench:
     def _reference(self, case: ToolCase) -> tuple[Place, int]:
         """Return the run of a kind that nothing happened to, and the most memory that it held."""
         kind = case.group if case.group in ("tool", "server") else "environment"
-        if kind not in self._whole:
-            trial = _Trial(self.folder, self.folder / f"whole-{kind}", ToolCase(kind, "nothing", "nothing", ""))
+        at = AHEAD if case.at == AHEAD else ""
+        if (kind, at) not in self._whole:
+            trial = _Trial(self.folder, self.folder / f"whole-{kind}{at}", ToolCase(kind, "nothing", "nothing", at))
             code, output, most_bytes = trial.train()
             if problems := list(trial.problems(code, output, 0)):
                 raise RuntimeError(f"{trial.place.folder}: {problems}")
-            self._whole[kind] = trial.place, most_bytes
-        return self._whole[kind]
+            self._whole[kind, at] = trial.place, most_bytes
+        return self._whole[kind, at]
 
 
 @dataclass
@@ -213,7 +219,8 @@ class _Trial:
         # Without an environment, episodes are counted when they are over.
         after = (FAULT_STEP - 1) * EPISODES - (self.case.group == "tool")
         fault = {"does": self.case.does, "at": self.case.at, "after": after, "times": self.case.times}
-        (self.folder / "fault.json").write_text(json.dumps({**fault, "answer": FAULT_STEP}))
+        method = {"max_staleness": 1} if self.case.at == AHEAD else {}
+        (self.folder / "fault.json").write_text(json.dumps({**fault, "answer": FAULT_STEP, "method": method}))
         (self.folder / "recipe.yaml").write_text(json.dumps(self._recipe()))
 
     def _recipe(self) -> dict[str, Any]:

@@ -38,16 +38,24 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         """Generate, or take note of weights."""
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or b"{}")
-        if self.path != "/v1/completions":
+        path = self.path.partition("?")[0]
+        if path != "/v1/completions":
+            self.take(path, request)
             self._answer({"success": True})
             return
         Handler.num_answers += 1
-        choices = [
+        self._answer({"choices": self.choices(request)}, is_last=self.num_answers == self.fatal_answer)
+
+    def choices(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the completions of a request."""
+        return [
             self._choice(ids, number, request["max_tokens"])
             for ids in request["prompt"]
             for number in range(request["n"])
         ]
-        self._answer({"choices": choices}, is_last=self.num_answers == self.fatal_answer)
+
+    def take(self, path: str, request: dict[str, Any]) -> None:
+        """Do what a request without completions asks for: nothing."""
 
     def _choice(self, prompt: list[int], number: int, num_tokens: int) -> dict[str, Any]:
         digest = hashlib.sha256(f"{prompt}/{number}".encode()).digest()[:num_tokens]
@@ -77,12 +85,17 @@ class Handler(BaseHTTPRequestHandler):
 
 def main() -> None:
     """Serve until killed; print a line once it listens."""
-    end_with(os.getppid())
     port, vocabulary, *fault = sys.argv[1:]
     Handler.vocabulary = int(vocabulary)
     if fault:
         Handler.mark, Handler.fatal_answer, Handler.is_killed = Path(fault[0]), int(fault[1]), fault[2] == "kill"
-    server = ThreadingHTTPServer(("127.0.0.1", int(port)), Handler)
+    serve(int(port), Handler)
+
+
+def serve(port: int, handler: type[Handler]) -> None:
+    """Serve until killed; print the port once it listens."""
+    end_with(os.getppid())
+    server = ThreadingHTTPServer(("127.0.0.1", port), handler)
     print(server.server_port, flush=True)
     server.serve_forever()
 

@@ -3,6 +3,8 @@
 `DEVICE` and `FIGURES` are round: 35 to 70 TFLOP/s, a terabyte a second.
 """
 
+from dataclasses import replace
+
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -151,6 +153,12 @@ def test_generating_is_told_apart_and_needs_the_speed_of_the_memory():
         "; generation takes 6 s to 10 s of 6.7 s to 10.9 s per step"
         in speed_of(one, DEVICE, FIGURES, [], num_steps=1).basis
     )
+    ahead = Step(**{**vars(one), "generating": replace(one.generating, is_ahead=True)})
+    speed = speed_of(ahead, DEVICE, FIGURES, [], num_steps=1)
+    # The longer of the two, at both ends.
+    assert (speed.seconds.low, speed.seconds.high) == (6.0, pytest.approx(6 / BANDWIDTH_SHARE.low))
+    assert "; generation takes 6 s to 10 s beside 6 s to 10 s per step" in speed.basis
+    assert speed.generation_share is None
     blind = FIGURES.model_copy(update={"memory_bytes_per_second": None})
     assert seconds_of(one, RATE, blind) is None
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader
 from transformers import TrainerControl, TrainerState
 from trl import GRPOTrainer
+from trl.trainer.utils import RepeatSampler
 
 from tunekit.methods.arguments import even_size
 from tunekit.methods.run_trainer import (
@@ -170,3 +171,21 @@ def test_each_step_of_a_resumed_run_learns_from_new_answers_and_from_them_alone(
         answers += trainer._prepare_inputs({})["answers"].tolist()
         trainer._step += 1
     assert answers == [1, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_the_prompts_of_a_batch_are_known_before_the_sampler_comes_to_it(shuffle):
+    """TRL's sampler gives them, epoch by epoch; the last prompt of 7 fills no batch."""
+    trainer, made = (
+        run_trainer(NumberedAnswers)(),
+        RepeatSampler(range(7), 4, batch_size=2, repeat_count=3, shuffle=shuffle),
+    )
+    order = GroupOrder(trainer, seed=5)
+    order._keep_sampler(lambda rows: made, None)
+    batches = []
+    for epoch in range(3):
+        order.on_epoch_begin(trainer.args, TrainerState(epoch=float(epoch)))
+        drawn = list(made)
+        batches += [drawn[start : start + 8 : 4] for start in range(0, len(drawn), 8 * 3)]
+    assert [order.of_batch(number) for number in range(9)] == batches
+    assert (batches[0] == batches[3]) != shuffle

@@ -86,6 +86,15 @@ def test_a_server_takes_nothing_of_the_devices():
     assert f"vLLM server, {URL}; set by the recipe" in why(plan)
 
 
+def test_completions_that_are_generated_ahead_cost_only_what_they_take_longer():
+    generation = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": URL}
+    plan, ahead = planned(generation=generation), planned(generation=generation, max_staleness=1)
+    assert ahead.speed.seconds.high < plan.speed.seconds.high
+    method = next(reason for reason in ahead.reasons if reason.topic == "method")
+    assert "completions are generated 1 step ahead, while others are trained on" in method.why
+    assert ahead.memory == plan.memory
+
+
 def test_a_server_that_does_not_answer_is_named_by_the_process_that_asks_it():
     plan = planned(generation={"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": URL})
     beat = Beat(0, 1, "", "here", 0.0, 3, "generation", 0.0)

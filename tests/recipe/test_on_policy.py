@@ -41,6 +41,8 @@ def vllm(**generation: object) -> dict[str, object]:
 
 URL = "http://there:8000"
 
+AHEAD = {"max_staleness": 1, **vllm(use_vllm=True, vllm_mode="server", vllm_server_base_url=URL)}
+
 
 @pytest.mark.parametrize(
     ("kind", "method", "problem"),
@@ -116,6 +118,15 @@ URL = "http://there:8000"
             vllm(use_vllm=False, vllm_gpu_memory_utilization=0.5),
             "vllm_gpu_memory_utilization: has no effect with use_vllm false",
         ),
+        ("grpo", {"max_staleness": 1}, "max_staleness: needs a vLLM server, which generates on other devices"),
+        ("grpo", {**AHEAD, "num_iterations": 2}, "max_staleness: not supported with num_iterations above 1"),
+        ("grpo", {**AHEAD, "tools": ["calculator"]}, "max_staleness: not supported with method.tools"),
+        ("grpo", {**AHEAD, "rollout": "my:own"}, "max_staleness: not supported with method.tools, .* method.rollout"),
+        (
+            "grpo",
+            {**AHEAD, "trainer_args": {"vllm_importance_sampling_correction": False}},
+            "max_staleness: needs trainer_args.vllm_importance_sampling_correction",
+        ),
         (
             "distillation",
             {"teacher": {"path": "pico", "attn_implementation": "eager"}},
@@ -126,6 +137,10 @@ URL = "http://there:8000"
 def test_what_does_not_go_together_is_told_with_its_place(kind: str, method: dict[str, object], problem: str) -> None:
     with pytest.raises(RecipeError, match=problem):
         load_recipe(recipe(kind, method=method))
+
+
+def test_completions_are_generated_ahead_by_a_server() -> None:
+    assert load_recipe(recipe("grpo", method={**AHEAD, "max_resample_times": 2, "beta": 0.1})).method.max_lag == 1
 
 
 def test_a_checkpoint_is_made_where_new_answers_are_due() -> None:

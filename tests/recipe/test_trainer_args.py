@@ -84,7 +84,7 @@ def test_the_defaults_of_a_method_are_those_of_trl(method: str) -> None:
     # TRL had them in its PRMConfig, with these defaults, as long as it had a trainer for them.
     others |= {"step_separator", "train_on_last_step_only"} if method == "prm" else set()
     others |= {"tools", "environment", "rollout", "tool_timeout_seconds", "max_tool_result_chars", "max_resample_times"}
-    others |= {"replay_buffer_size"}
+    others |= {"replay_buffer_size", "max_staleness"}
     assert set(dict(section)) - set(ours) - deliberate <= others
 
 

@@ -21,6 +21,7 @@ def bench(tmp_path_factory):
         "run: SIGTERM within an episode",
         "run: killed, processes left behind",
         "server: killed within an answer",
+        "server: killed within a later step's answer",
     ],
 )
 def test_a_run_goes_on_or_ends_as_specified(words, bench):

@@ -108,7 +108,7 @@ def generating_trainer(base: type, method: OnPolicyMethod, parts: Parts, **given
         trainer = parts.trainer(base, **given)
     if parts.processor is not None:
         _keep_unpadded(trainer)
-    GroupOrder(trainer, parts.train.seed)
+    trainer.prompt_order = GroupOrder(trainer, parts.train.seed)
     end_at_stop_texts(trainer, parts.tokenizer, method.generation.stop)
     return trainer
 

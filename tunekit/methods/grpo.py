@@ -4,6 +4,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from tunekit.methods.arguments import Parts
+from tunekit.methods.async_rollouts import AsyncRollouts
 from tunekit.methods.dynamic_sampling import DynamicSampling
 from tunekit.methods.generation import rewarded_trainer
 from tunekit.methods.groups import Groups
@@ -50,4 +51,6 @@ def _build(method: GRPOMethod, parts: Parts, use: ToolUse) -> RunTrainer:
         DynamicSampling(trainer, groups, method.max_resample_times, seed, pad)
     if groups is not None and method.replays:
         ReplayBuffer(trainer, groups, method.replay_buffer_size, seed, pad)
+    if method.max_staleness:
+        AsyncRollouts(trainer, method.max_staleness)
     return trainer

@@ -42,6 +42,7 @@ else:
     Base = object
 
 Wrapped = Literal[
+    "await_rollouts",
     "backward",
     "batches_of_step",
     "begin_training",
@@ -92,6 +93,10 @@ class RunTrainer(Base):  # type: ignore[misc]
     """Processes of tools and environments."""
     replayed_groups: "Sequence[Mapping[str, Tensor]] | None" = None
     """Completions of earlier steps, a group each, of a method that replays some."""
+    rollouts_ahead: Sequence[Mapping[str, Any]] | None = None
+    """Completions of the next steps that are there, of a method that generates ahead."""
+    prompt_order: "GroupOrder"
+    """Order of the prompts, of a method that generates."""
     lost_reasons: Sequence[str] = ()
     """Why episodes or calls of the last batch were lost."""
     stored_buffers: Sequence[str] = ()
@@ -161,6 +166,15 @@ class RunTrainer(Base):  # type: ignore[misc]
     def generate_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Generate a turn of answers, as TRL's trainer does."""
         return self._generate_single_turn(*args, **kwargs)
+
+    def await_rollouts(self) -> None:
+        """Wait for completions that are generated ahead."""
+        self._run("await_rollouts", lambda: None)
+
+    def prompt_tokens(self, prompts: Sequence[Any]) -> list[list[int]]:
+        """Return the token ids of prompts, texts or messages, as TRL's trainer generates from them."""
+        tokens: list[list[int]] = self._tokenize_prompts(prompts)[0]
+        return tokens
 
     def score_answers(self, rows: Sequence[Mapping[str, Any]]) -> Any:
         """Generate an answer to each row and score it, as TRL's trainer does before it learns from them."""
@@ -414,6 +428,20 @@ class GroupOrder(TrainerCallback):  # type: ignore[misc]
     def _keep_sampler(self, make: Callable[..., Any], rows: Any) -> Any:
         self._sampler = make(rows)
         return self._sampler
+
+    def of_batch(self, number: int) -> list[int]:
+        """Return the places of the prompts of a generated batch of all processes, each once.
+
+        Args:
+            number: Batches before it since the beginning of training.
+        """
+        sampler = self._sampler
+        epoch, place = divmod(number, sampler.num_samples // sampler.batch_size)
+        places = torch.arange(sampler.num_samples)
+        if sampler.shuffle:
+            places = torch.randperm(sampler.num_samples, generator=torch.Generator().manual_seed(self.seed + epoch))
+        batch: list[int] = places[place * sampler.batch_size : (place + 1) * sampler.batch_size].tolist()
+        return batch
 
     def on_train_begin(self, args: "TrainingArguments", state: "TrainerState", *_: object, **__: object) -> None:
         """Count the micro-batches of the steps that were taken before."""

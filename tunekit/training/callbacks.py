@@ -315,6 +315,7 @@ def follow(trainer: RunTrainer, heart: Heart, layers: list[RemovableHandle]) -> 
     trainer.wrap("save_checkpoint", partial(_begin, heart, "saving"))
     trainer.wrap("evaluate", partial(_do, heart, "evaluation"))
     trainer.wrap("generate", partial(_generate, heart))
+    trainer.wrap("await_rollouts", partial(_do, heart, "generation"))
     trainer.wrap("tool_calls", partial(_do, heart, "tools"))
     trainer.wrap("calculate_rewards", partial(_do, heart, "rewards"))
     for host in trainer.tool_hosts:

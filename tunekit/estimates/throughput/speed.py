@@ -443,6 +443,7 @@ def _generating(
         read_bytes=generation_bytes(model, recipe.adapter, passes, dtype, layout, recipe.train.trained_dtype),
         flops=forward_flops / generation.num_steps,
         is_launched=not generation.by_vllm,
+        is_ahead=generation.is_ahead,
     )
 
 
@@ -525,8 +526,8 @@ class _Timed:
 
 
 def _generation_share(step: Step, timed: _Timed) -> Range | None:
-    """The least of generating in the longest of the rest, and the other way round."""
-    if step.generating is None:
+    """The least of generating in the longest of the rest, and the other way round; None of what is done beside it."""
+    if step.generating is None or step.generates_ahead:
         return None
     part, whole = timed.generating, timed.seconds
     remainder = Range(low=whole.low - part.low, high=whole.high - part.high)
@@ -538,7 +539,8 @@ def _parts_words(step: Step, timed: _Timed) -> str:
     text = ""
     if step.generating is not None:
         generating, whole = timed.generating.words(duration), timed.seconds.words(duration)
-        text += f"; generation takes {generating} of {whole} per step"
+        text += f"; generation takes {generating} "
+        text += f"beside {whole} per step" if step.generates_ahead else f"of {whole} per step"
     if step.before is not None:
         before = steps.seconds_before(step, timed.rate)
         text += f"; {before.words(duration)} for the reference before training"
@@ -570,7 +572,7 @@ def _timed(step: Step, device: Device, figures: Figures, records: Sequence[RunRe
         if shares and step.generating is not None:
             seconds, generation = whole, Range(low=whole.low * min(shares), high=whole.high * max(shares))
         elif generation is not None:
-            seconds = whole.plus(generation)
+            seconds = steps.with_generation(step, whole, generation)
     if seconds is None or generation is None:
         link = steps.unknown_link(step, figures)
         what = link or f"of the memory of {device.name}"

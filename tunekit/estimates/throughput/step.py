@@ -472,12 +472,14 @@ class Generating:
         read_bytes: Memory that each device reads and writes.
         flops: Operations, on all devices.
         is_launched: Whether the CPU launches each kernel; vLLM replays them, so that this may take no time.
+        is_ahead: Whether they are generated on other devices while the step trains on earlier ones.
     """
 
     num_tokens: float
     read_bytes: float
     flops: float
     is_launched: bool = True
+    is_ahead: bool = False
 
 
 @dataclass(frozen=True)
@@ -554,6 +556,11 @@ class Step:
         return max(1, self.num_nodes // self.layout.dp_replicate_size)
 
     @property
+    def generates_ahead(self) -> bool:
+        """Whether answers are generated on other devices while it trains on earlier ones."""
+        return self.generating is not None and self.generating.is_ahead
+
+    @property
     def tokens_of_micro_batch(self) -> float:
         """Tokens of one micro-batch, with the most padding that there can be."""
         return self.max_computed_tokens / self.num_micro_batches / self.layout.num_batches
@@ -622,7 +629,12 @@ def seconds_of(step: Step, rate: Range, figures: Figures) -> Range | None:
         high=max(0.0, behind.high - HIDDEN_BY_LAST_BACKWARD.low * computing.high),
     )
     micro_batches = micro_batch.plus(Range(low=0.0, high=on_top)).times(step.num_micro_batches)
-    return micro_batches.plus(uncovered).plus(after).plus(update).plus(generation)
+    return with_generation(step, micro_batches.plus(uncovered).plus(after).plus(update), generation)
+
+
+def with_generation(step: Step, training: Range, generation: Range) -> Range:
+    """Seconds of a step that takes so long to train, and its answers to generate."""
+    return longest_of(training, generation) if step.generates_ahead else training.plus(generation)
 
 
 def fed_tokens_per_second(step: Step, rate: Range, figures: Figures) -> float:

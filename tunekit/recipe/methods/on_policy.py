@@ -138,6 +138,11 @@ class OnPolicyMethod(MethodSection):
         """True if groups without signal are replaced by those of earlier steps."""
         return False
 
+    @property
+    def max_lag(self) -> int:
+        """Steps by which the model that generates answers may lag behind the trained one."""
+        return 0
+
     def why_no_vllm(self) -> tuple[str, str] | None:
         """Return why the method cannot learn from answers of vLLM's, and the remedy; None where it can."""
         return None
@@ -155,6 +160,7 @@ class OnPolicyMethod(MethodSection):
                 self.max_completion_length,
                 self.steps_per_generation,
                 by_vllm=inputs.by_vllm,
+                is_ahead=self.max_lag > 0,
             ),
         )
 

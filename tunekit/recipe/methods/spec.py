@@ -53,6 +53,8 @@ class Generation:
     """Optimizer steps on the same answers."""
     by_vllm: bool = False
     """True if vLLM generates them rather than transformers."""
+    is_ahead: bool = False
+    """True if they are generated while other steps are trained."""
 
 
 @dataclass(frozen=True)

@@ -356,6 +356,9 @@ class Carried:
             carried["answers"] = trainer.buffered_answers
         if trainer.replayed_groups is not None:
             carried["replayed_groups"] = trainer.replayed_groups
+        if trainer.rollouts_ahead is not None:
+            trainer.await_rollouts()
+            carried["rollouts_ahead"] = trainer.rollouts_ahead
         torch.save(carried, Path(folder) / carried_name(self.place.rank))
         if self._reference_follows() and self.place.is_main:
             save_model(trainer.ref_model, str(Path(folder) / REFERENCE))
@@ -377,6 +380,8 @@ class Carried:
             trainer.buffered_answers = carried["answers"]
         if trainer.replayed_groups is not None:
             trainer.replayed_groups = carried.get("replayed_groups", [])
+        if trainer.rollouts_ahead is not None:
+            trainer.rollouts_ahead = carried.get("rollouts_ahead", [])
         if trainer.state.global_step >= trainer.state.max_steps:
             # transformers does it within the first epoch, of which nothing is left.
             trainer.load_random_state(str(self.source))

@@ -1,0 +1,220 @@
+"""Asynchronous roll-outs beside a server with a real model: whose completions are learned from, with which weights."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.tiny import save_jsonl, save_tiny_model
+from tests.waiting import LIMIT_SECONDS, until
+from tunekit.runs.run import Run
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
+
+STEPS, PROMPTS, COMPLETIONS, SEED = 5, 2, 8, 3
+REWARDS = """\
+from pathlib import Path
+
+from benchmarks.served_run import send_by_file
+
+# Every process of a run reads this module before it makes its client.
+send_by_file(Path(__file__).parent)
+
+
+def long(completions, **_):
+    return [len(c) for c in completions]
+"""
+
+
+class Served:
+    """A run beside a server in a process of its own.
+
+    Args:
+        folder: A new folder.
+        staleness: `method.max_staleness`.
+        waits: What the server's completions to a step wait for, `step:update|step:number`.
+        num_processes: Processes that train.
+        save_steps: Steps between checkpoints, which wait for all completions.
+    """
+
+    def __init__(self, folder: Path, staleness: int, *waits: str, num_processes: int = 1, save_steps: int = 1) -> None:
+        self.folder = folder
+        save_tiny_model(folder / "model")
+        prompts = [f"{number} is" for number in range(7)]
+        save_jsonl(folder / "prompts.jsonl", [{"prompt": prompt} for prompt in prompts])
+        (folder / "served_rewards.py").write_text(REWARDS)
+        size = {"num_generations": COMPLETIONS // PROMPTS, "max_completion_length": 6}
+        train = {"max_steps": STEPS, "global_batch_size": COMPLETIONS, "learning_rate": 3e-3, "warmup_steps": 0}
+        recipe = {
+            "model": str(folder / "model"),
+            "data": {"train": str(folder / "prompts.jsonl"), "max_length": 64},
+            "method": {"type": "grpo", "rewards": ["served_rewards:long"], **size},
+            "adapter": "full",
+            "train": {**train, "seed": SEED, "save_steps": save_steps, "save_total_limit": STEPS + 1},
+            "parallel": {"num_processes": num_processes},
+            "output": {"dir": str(folder / "run"), "sample_prompts": []},
+        }
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+        order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(SEED)).tolist()
+        tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+        policy = []
+        for wait in waits:
+            step, _, what = wait.partition(":")
+            ids = tokenizer(prompts[order[PROMPTS * int(step)]])["input_ids"]
+            policy.append(f"{','.join(map(str, ids))}:{what}")
+        fault = {"does": "nothing", "policy": policy, "method": {"max_staleness": staleness}}
+        (folder / "fault.json").write_text(json.dumps(fault))
+
+    def go(self, does: str = "train") -> "Served":
+        """Train or resume it."""
+        with self._process(does) as process:
+            assert process.wait(LIMIT_SECONDS) == 0, (self.folder / "output.txt").read_text()[-4000:]
+        return self
+
+    def go_until(self, step: int) -> "Served":
+        """Train it, and stop it after a step."""
+        with self._process("train") as process:
+            until(lambda: (self.folder / "run" / "events.jsonl").exists() and step in self.logs)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(LIMIT_SECONDS) == 128 + signal.SIGTERM
+        return self
+
+    @contextmanager
+    def _process(self, does: str) -> Iterator[subprocess.Popen]:
+        path = os.pathsep.join([str(self.folder), str(ROOT)])
+        words = [sys.executable, "-m", "benchmarks.served_run", does, str(self.folder)]
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        with (self.folder / "output.txt").open("a") as output:
+            process = subprocess.Popen(words, env=environment, cwd=self.folder, stdout=output, stderr=output)
+            try:
+                yield process
+            finally:
+                process.kill()
+                process.wait()
+
+    @property
+    def logs(self) -> dict[int, dict]:
+        """What was logged, by step."""
+        events = Run(self.folder / "run").events()
+        return {event["step"]: event for event in events if event["event"] == "log"}
+
+    @property
+    def asked(self) -> list[dict]:
+        """The server's log."""
+        return [json.loads(line) for line in (self.folder / "server.jsonl").read_text().splitlines()]
+
+    def model_of(self, step: int) -> torch.nn.Module:
+        """The model after a step, as plain Transformers loads it; that of the beginning after none."""
+        run = Run(self.folder / "run")
+        folder = run.path / "checkpoints" / f"checkpoint-{step}" if step else self.folder / "model"
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+
+    def completions(self) -> dict[int, list[dict]]:
+        """The server's completions, by the number of the request."""
+        of_request = defaultdict(list)
+        for line in self.asked:
+            if "request" in line:
+                of_request[line["request"]].append(line)
+        return of_request
+
+
+def log_probs(model, completion):
+    """Log-probabilities of a completion's tokens."""
+    prompt, ids = completion["prompt"], completion["ids"]
+    with torch.no_grad():
+        scores = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    return scores.gather(1, torch.tensor(ids)[:, None])[:, 0]
+
+
+@pytest.fixture(scope="module")
+def ahead(tmp_path_factory):
+    # The second step's completions are not there before the first step is over.
+    return Served(tmp_path_factory.mktemp("ahead"), 1, "1:step:1").go()
+
+
+def test_completions_of_the_next_step_are_drawn_by_the_model_before_the_last_update(ahead):
+    assert [ahead.logs[step]["sample/staleness_mean"] for step in range(1, STEPS + 1)] == [0, 1, 1, 1, 1]
+    assert {line["asked"] for line in ahead.asked if "asked" in line} == {"/update_weights"}
+    of_request = ahead.completions()
+    assert sorted(of_request) == list(range(1, STEPS + 1))
+    for request, completions in of_request.items():
+        asked_at = max(0, request - 2)
+        model = ahead.model_of(asked_at)
+        for completion in completions:
+            assert set(completion["updates"]) == {asked_at + 1}
+            torch.testing.assert_close(
+                log_probs(model, completion), torch.tensor(completion["log_probs"]).double(), rtol=0, atol=1e-5
+            )
+
+
+def test_their_tokens_are_weighted_by_how_much_likelier_the_trained_model_gives_them(ahead):
+    of_request = ahead.completions()
+    for step in range(STEPS):
+        model, ratios, differences = ahead.model_of(step), [], []
+        for completion in of_request[step + 1]:
+            difference = log_probs(model, completion) - torch.tensor(completion["log_probs"]).double()
+            ratios.append(float(difference.sum().exp()))
+            differences += difference.abs().tolist()
+        log = ahead.logs[step + 1]
+        kept = [ratio if ratio <= 3 else 0.0 for ratio in ratios]
+        mean = log["sampling/importance_sampling_ratio/mean"]
+        assert mean == pytest.approx(sum(kept) / len(kept), abs=1e-4)
+        found = log["sampling/sampling_logp_difference/mean"]
+        assert found == pytest.approx(sum(differences) / len(differences), abs=1e-5)
+        assert (found > 1e-3) == (step > 0)
+    assert not math.isclose(mean, 1, abs_tol=1e-3)
+
+
+def test_with_a_longer_lag_the_server_pauses_for_new_weights_and_goes_on_with_them(tmp_path):
+    run = Served(tmp_path, 2, "2:update:2", save_steps=STEPS).go()
+    assert [run.logs[step]["sample/staleness_mean"] for step in range(1, STEPS + 1)] == [0, 1, 2, 2, 2]
+    asked = [line.get("asked") for line in run.asked]
+    assert asked.count("/pause") == asked.count("/resume") >= 1
+    models = {}
+    for update in range(1, STEPS + 1):
+        models[update] = run.model_of(0)
+        models[update].load_state_dict(load_file(tmp_path / f"sent-{update}.safetensors"), strict=False)
+    straddling = [
+        each
+        for completions in run.completions().values()
+        for each in completions
+        if each["updates"][-1] != each["updates"][0]
+    ]
+    assert straddling
+    for completion in straddling:
+        for place, update in enumerate(completion["updates"]):
+            theirs = log_probs(models[update], completion)[place]
+            assert float(theirs) == pytest.approx(completion["log_probs"][place], abs=1e-5)
+
+
+def test_a_stopped_run_goes_on_with_the_completions_of_its_checkpoint(ahead, tmp_path):
+    run = Served(tmp_path, 1).go_until(2).go("resume")
+    assert any(event["event"] == "resume" for event in Run(tmp_path / "run").events())
+    names = ("loss", "reward", "grad_norm", "sample/staleness_mean", "sampling/importance_sampling_ratio/mean")
+    for step in range(1, STEPS + 1):
+        assert {name: run.logs[step][name] for name in names} == {name: ahead.logs[step][name] for name in names}
+    whole, resumed = (load_file(each.folder / "run" / "model" / "model.safetensors") for each in (ahead, run))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_two_processes_learn_from_the_completions_of_one(ahead, tmp_path):
+    run = Served(tmp_path, 1, num_processes=2).go()
+    assert [run.logs[step]["sample/staleness_mean"] for step in range(1, STEPS + 1)] == [0, 1, 1, 1, 1]
+    for step in range(1, STEPS + 1):
+        assert run.logs[step]["reward"] == pytest.approx(ahead.logs[step]["reward"])
+    whole, divided = (load_file(each.folder / "run" / "model" / "model.safetensors") for each in (ahead, run))
+    for name, value in whole.items():
+        torch.testing.assert_close(divided[name], value, rtol=0, atol=2e-5)
