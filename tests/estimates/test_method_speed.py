@@ -157,7 +157,7 @@ def test_generating_is_told_apart_and_needs_the_speed_of_the_memory():
     speed = speed_of(ahead, DEVICE, FIGURES, [], num_steps=1)
     # The longer of the two, at both ends.
     assert (speed.seconds.low, speed.seconds.high) == (6.0, pytest.approx(6 / BANDWIDTH_SHARE.low))
-    assert "; generation takes 6 s to 10 s beside 6 s to 10 s per step" in speed.basis
+    assert "; generation takes 6 s to 10 s of 6 s to 10 s per step, overlapped with training" in speed.basis
     assert speed.generation_share is None
     blind = FIGURES.model_copy(update={"memory_bytes_per_second": None})
     assert seconds_of(one, RATE, blind) is None

@@ -92,6 +92,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "method.importance_sampling_level": {"method.loss_type": "grpo"},
     "method.generation.vllm_mode": {**SERVER, "method.generation.vllm_server_base_url": "http://x:8000"},
     "method.generation.vllm_server_base_url": SERVER,
+    "method.max_staleness": {**SERVER, "method.generation.vllm_server_base_url": "http://x:8000"},
     "method.max_tool_calling_iterations": {"method.environment": "adventure"},
     "method.tool_timeout_seconds": {"method.environment": "adventure"},
     "method.max_tool_result_chars": {"method.environment": "adventure"},

@@ -43,6 +43,11 @@ class _Request:
     answer: Future[Completions]
     is_restored: bool = False
 
+    @property
+    def age(self) -> int:
+        """Steps by which the model that was asked is older than the one that takes them."""
+        return self.step - self.asked_at
+
     @classmethod
     def begin(cls, step: int, asked_at: int, prompts: list[list[int]], ask: Callable[[], Completions]) -> "_Request":
         """Ask in a thread, which does not keep the process from ending."""
@@ -114,6 +119,9 @@ class AsyncRollouts:
             return generate(*args, **kwargs)
         if self._step is None:
             self._requests.extend(map(_Request.restored, trainer.rollouts_ahead or ()))
+            while self._requests and self._requests[-1].age > self._max_staleness:
+                # The run that was resumed went further ahead.
+                self._requests.pop()
         if self._requests:
             # The server gets the weights of this step next.
             wait([self._requests[0].answer])
@@ -129,13 +137,13 @@ class AsyncRollouts:
         self._is_due, self._sampling = False, sampling
         step = self._trainer.state.global_step
         if self._requests and (step, prompts) != (self._requests[0].step, self._requests[0].prompts):
-            assert self._requests[0].is_restored, f"other prompts than those of step {step} were asked for"
+            assert self._requests[0].is_restored, f"step {step} has other prompts than the request for it"
             # A step of the run that was resumed had other ones, such as more of them.
             self._requests.clear()
         staleness, completions = 0, None
         if self._requests:
             request = self._requests.popleft()
-            staleness, completions = step - request.asked_at, request.answer.result()
+            staleness, completions = request.age, request.answer.result()
         self._trainer.metrics["train"]["sample/staleness_mean"].append(float(staleness))
         return completions or self._ask(prompts, **sampling)
 

@@ -539,8 +539,8 @@ def _parts_words(step: Step, timed: _Timed) -> str:
     text = ""
     if step.generating is not None:
         generating, whole = timed.generating.words(duration), timed.seconds.words(duration)
-        text += f"; generation takes {generating} "
-        text += f"beside {whole} per step" if step.generates_ahead else f"of {whole} per step"
+        text += f"; generation takes {generating} of {whole} per step"
+        text += ", overlapped with training" if step.generates_ahead else ""
     if step.before is not None:
         before = steps.seconds_before(step, timed.rate)
         text += f"; {before.words(duration)} for the reference before training"

@@ -67,10 +67,10 @@ class GRPOMethod(PolicyGradientMethod):
     by some of them, drawn at random, with their log-probabilities of the time. 0: no replay."""
 
     max_staleness: Annotated[int, Field(ge=0)] = 0
-    """Asynchronous roll-outs with a vLLM server: number of steps by which the model that generates completions may lag
-    behind the trained one. 1: the completions of the next step are generated while this one is trained. Their tokens
-    are weighted by importance sampling (TRL's `vllm_importance_sampling_correction`). 0: each step waits for its
-    completions."""
+    """Asynchronous roll-outs with a vLLM server: number of steps by which the model that generates completions may be
+    older than the trained one. 1: the completions of the next step are generated while this one is trained. Their
+    tokens are weighted by importance sampling (TRL's `vllm_importance_sampling_correction`). 0: each step waits for
+    its completions."""
 
     generation: GenerationSection = GenerationSection()
     """Generation settings."""
