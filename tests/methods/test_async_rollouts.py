@@ -3,7 +3,7 @@
 The server here answers by the number of updates of its weights; `tests/training/test_async_rollouts.py` has a real one.
 """
 
-from threading import Event
+from threading import Event, Timer
 from types import SimpleNamespace
 
 import pytest
@@ -74,6 +74,14 @@ def test_nothing_is_in_flight_while_the_server_gets_weights_or_it_is_paused():
     AsyncRollouts(trainer, 1)
     steps_of(trainer)
     assert trainer.happened == ["in flight []"] * 5
+    # The first of these is there only while it is waited for.
+    trainer = run_trainer(Served)()
+    AsyncRollouts(trainer, 1)
+    trainer.held = {1}
+    steps_of(trainer, last=1)
+    Timer(0.3, trainer.is_updated.set).start()
+    steps_of(trainer, 1, 2)
+    assert trainer.happened == ["in flight []"] * 2
     trainer = run_trainer(Served)()
     AsyncRollouts(trainer, 2)
     trainer.held = {2}

@@ -286,11 +286,22 @@ class Halfway:
         self.args = SimpleNamespace(device="cpu", gradient_accumulation_steps=1)
         self.state = SimpleNamespace(global_step=5, max_steps=8, epoch=1.25, num_input_tokens_seen=0)
         self.summed_loss, self.logged_step, self.num_trained_tokens = torch.tensor(0.0), 0, 0
-        self.metrics, self.replayed_groups = {"train": {}, "eval": {}}, None
+        self.metrics, self.replayed_groups, self.rollouts_ahead = {"train": {}, "eval": {}}, None, None
         vars(self).update(values)
 
     def wrap(self, name, function):
         pass
+
+    def await_rollouts(self):
+        self.rollouts_ahead = [*self.rollouts_ahead, {"step": 7, "completions": {"logprobs": [[[-1.5]], [[None]]]}}]
+
+
+def test_completions_that_are_ahead_are_waited_for_and_carried(full, tmp_path):
+    saved, resumed_trainer = Halfway(rollouts_ahead=[{"step": 6}]), Halfway(rollouts_ahead=[])
+    source = shutil.copytree(newest_complete(full.path).path, tmp_path / "checkpoint-4")
+    Carried(saved, full.plan, Place(), None)._save(lambda folder: None, str(source))
+    Carried(resumed_trainer, full.plan, Place(), source).restore()
+    assert resumed_trainer.rollouts_ahead == saved.rollouts_ahead and len(saved.rollouts_ahead) == 2
 
 
 def test_what_was_summed_since_the_last_logged_step_is_logged_after_a_resume(full, tmp_path):
