@@ -36,23 +36,29 @@ from trl import (
     RewardTrainer,
     RLOOConfig,
     RLOOTrainer,
+    SFTConfig,
 )
 from trl.distributed import DistributedBackend
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 from trl.models.utils import prepare_fsdp
 
+import tunekit.methods.logit_distance
 from tests.estimates.oracle import LiveBytes, Step, Trace, as_on_cuda, built, drawn_deep, facts_of, watch
 from tests.estimates.oracle_shards import ShardedStep, fake_accelerator, fake_processes, local
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.memory import MemoryEstimate, estimate
 from tunekit.estimates.passes import passes_of
 from tunekit.methods.distillation import compute_under_autocast
+from tunekit.methods.gold import GOLDTrainer
+from tunekit.methods.head import HEAD
+from tunekit.methods.logit_distance import TILE_PIECES
 from tunekit.methods.prm import PRMTrainer
 from tunekit.methods.run_trainer import run_trainer
 from tunekit.methods.sdft import SDFTTrainer
 from tunekit.recipe.methods import Method
 from tunekit.recipe.methods.distillation import DistillationMethod
 from tunekit.recipe.methods.dpo import DPOMethod
+from tunekit.recipe.methods.gold import GOLDMethod
 from tunekit.recipe.methods.grpo import GRPOMethod
 from tunekit.recipe.methods.kto import KTOMethod
 from tunekit.recipe.methods.on_policy import OnPolicyMethod
@@ -147,6 +153,7 @@ def _only_scored() -> Iterator[None]:
         mock.patch.object(trl_head, "_fused_logprob_entropy", _FusedLogProbs.of, create=True),
         mock.patch.object(trl.trainer.distillation_trainer, "_use_triton", lambda _device: True),
         # As for the head of other methods: kernels fold a tile in place, and cuBLAS gives float32 without casts.
+        mock.patch.object(tunekit.methods.logit_distance, "add_product", lambda *_args, **_kwargs: None),
         mock.patch.multiple(divergence, _addmm_fp32=lambda *_args: None, _project=_project, **kernels),
     ):
         yield
@@ -221,10 +228,12 @@ def trace(method_step: MethodStep, device: Literal["cpu", "cuda"] = "cuda") -> T
         model = accelerator.prepare_model(model, device_placement=False)
         trainer.model, trainer.ref_model = model, reference
         trainer.teacher_model = reference
+        if isinstance(method, GOLDMethod):
+            vars(base)[HEAD] = SimpleNamespace(bound=trainer._bound)
         is_pair = method.type in ("dpo", "orpo", "cpo", "reward")
         shape = (step.batch * (2 if is_pair else 1), step.length)
         # The mask of distillation is one of the answers alone.
-        is_answers = isinstance(method, DistillationMethod | SDFTMethod)
+        is_answers = isinstance(method, DistillationMethod | SDFTMethod | GOLDMethod)
         share = 1.0 if is_answers else method_step.scored_tokens / (step.length - 1)
         # Half of KTO's answers are good.
         tracker = MaskedBytes(own, share, found=1.0 if isinstance(method, SDFTMethod) else 0.5)
@@ -346,6 +355,14 @@ def _inputs(method_step: MethodStep, shape: tuple[int, int]) -> dict[str, torch.
         if method_step.method.precompute_ref_log_probs:
             inputs |= {"ref_chosen_logps": torch.zeros(shape[0] // 2), "ref_rejected_logps": torch.zeros(shape[0] // 2)}
         return inputs
+    if method_step.method.type == "gold":
+        # Two tiles of pieces, of many tokens: those before the last one of each are scored at once.
+        places = torch.arange(shape[0] * (shape[1] - 1))
+        parts = {"last": places[: 2 * TILE_PIECES], "before": places[2 * TILE_PIECES :]}
+        parts |= {name: torch.zeros_like(parts["before"]) for name in ("before_tokens", "before_pieces")}
+        sides = {f"{side}_{name}": part.clone() for side in ("own", "its") for name, part in parts.items()}
+        its = {f"teacher_{name}": value.clone() for name, value in (("input_ids", ids), ("attention_mask", ones))}
+        return {"input_ids": ids, "attention_mask": ones, "labels": ids.clone(), **its, **sides}
     prompt = method_step.step.length - method_step.method.max_completion_length
     inputs = {
         "prompt_ids": ids[:, :prompt].clone(),
@@ -384,6 +401,8 @@ def _trainer(method: Method) -> Any:
             return _distillation_trainer(method)
         case SDFTMethod():
             return _sdft_trainer(method)
+        case GOLDMethod():
+            return _gold_trainer(method)
     raise AssertionError(method.type)
 
 
@@ -468,6 +487,18 @@ def _sdft_trainer(method: SDFTMethod) -> SDFTTrainer:
     trainer._bound = {"logit_scale": 1.0, "final_logit_softcapping": None}
     trainer._forward_redirection = trl.trainer.distillation_trainer._ForwardRedirection()
     compute_under_autocast(trainer)
+    return trainer
+
+
+def _gold_trainer(method: GOLDMethod) -> GOLDTrainer:
+    """A trainer with what its loss looks at, as its constructor sets it."""
+    kind = run_trainer(GOLDTrainer)
+    trainer: GOLDTrainer = kind.__new__(kind)
+    trainer.args = SFTConfig(output_dir="unused", use_cpu=True, bf16=False)
+    trainer.beta, trainer.temperature, trainer.kd_ratio = method.beta, method.temperature, method.kd_ratio
+    trainer._hybrid, trainer._noted = None, []
+    trainer._bound = {"logit_scale": 1.0, "final_logit_softcapping": None}
+    trainer._redirected = trl.trainer.distillation_trainer._ForwardRedirection()
     return trainer
 
 

@@ -25,6 +25,7 @@ from tunekit.planner.decisions.backends import padding_of
 from tunekit.recipe.methods.cpo import CPOMethod
 from tunekit.recipe.methods.distillation import DistillationMethod
 from tunekit.recipe.methods.dpo import DPOMethod
+from tunekit.recipe.methods.gold import GOLDMethod
 from tunekit.recipe.methods.grpo import GRPOMethod
 from tunekit.recipe.methods.kto import KTOMethod
 from tunekit.recipe.methods.orpo import ORPOMethod
@@ -313,6 +314,33 @@ def test_a_step_of_self_distillation_needs_what_its_loss_allocates(adapter, dtyp
     how = {"checkpointing": False, "dtype": dtype, "accumulates": False, "rows": "padded"}
     one = MethodStep(Step("llama", tuple(SIZES.items()), ADAPTERS[adapter], 4, length=1024, **how), method)
     check_comparison(one)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("adapter", "dtype", "vocab_size"),
+    [
+        ("full", "bfloat16", 30000),
+        ("lora", "bfloat16", 120000),
+        ("lora", "float32", 30000),
+        ("full", "float32", 120000),
+    ],
+)
+def test_a_step_with_a_teacher_of_another_vocabulary_needs_what_its_loss_allocates(adapter, dtype, vocab_size):
+    how = {"checkpointing": False, "dtype": dtype, "accumulates": False, "rows": "padded"}
+    shape = {**TEACHER, "vocab_size": vocab_size}
+    teacher = Step("llama", tuple(shape.items()), FullAdapter(), 4, length=1024, **how)
+    student = Step("llama", tuple(SIZES.items()), ADAPTERS[adapter], 4, length=1024, **how)
+    method = GOLDMethod(teacher=ModelSection(path="a/teacher"), lmbda=0)
+    one = MethodStep(student, method, teacher=teacher)
+    traced, estimated = trace(one), estimate_of(one)
+    constant = traced.weights_bytes + traced.optimizer_bytes
+    known = {phase: constant + traced.step_bytes[phase] for phase in estimated.phases if phase in traced.step_bytes}
+    # As above, its own head is no part of the forward pass.
+    assert known.pop("forward") < estimated.phases["forward"]
+    assert {phase: estimated.phases[phase] for phase in known} == {
+        phase: pytest.approx(size, rel=0.02) for phase, size in known.items()
+    }
 
 
 def test_too_few_prompts_for_a_step_are_refused():

@@ -83,13 +83,14 @@ REWARDED: dict[str, Any] = {"rewards": ["exact_match"]}
 NEEDED: dict[str, Any] = {
     "distillation": {"teacher": "pico"},
     "gkd": {"teacher": "pico", "lmbda": 0},
+    "gold": {"teacher": "pico"},
     "grpo": REWARDED,
     "rloo": REWARDED,
 }
 CHOICES = {
     "data.packing": ["data.packing=true"],
     "data.padding_free": ["data.padding_free=true"],
-    "data.loss_on": ["data.loss_on=all"],
+    "data.loss_on": ["data.loss_on=last"],
     "data.curriculum": ["data.curriculum=length", "data.shuffle=false"],
     "data.too_long": ["data.too_long=drop"],
     "output.sample_prompts": ["output.sample_prompts=[Hi]"],

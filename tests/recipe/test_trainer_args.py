@@ -56,7 +56,7 @@ def test_the_fields_read_off_the_source_are_those_of_the_real_config(method: str
 
 @pytest.mark.parametrize("method", [name for name in trainer_args.CONFIGS if name != "sft"])
 def test_the_defaults_of_a_method_are_those_of_trl(method: str) -> None:
-    needed = {"teacher": "pico"} if method in ("distillation", "gkd") else {}
+    needed = {"teacher": "pico"} if method in ("distillation", "gkd", "gold") else {}
     section = load_recipe({**SOURCE, "method": {"type": method, **needed}}).method
     real = real_defaults(method)
     # Left out, it is TRL's 1, but for the losses that have no likelihood.
@@ -80,7 +80,10 @@ def test_the_defaults_of_a_method_are_those_of_trl(method: str) -> None:
     assert ours == {name: real[name] for name in ours}
     others = {"type", "trainer_args", "rewards", "generation", "teacher"}
     # Rows are those of SFTConfig, and what is learned from them is the teacher's.
-    others |= {"lmbda", "beta", "temperature", "kd_ratio", "max_completion_length"} if method == "gkd" else set()
+    others |= (
+        {"lmbda", "beta", "temperature", "kd_ratio", "max_completion_length"} if method in ("gkd", "gold") else set()
+    )
+    others |= {"uld_use_hybrid_loss", "uld_hybrid_matched_weight", "uld_hybrid_unmatched_weight"}
     # TRL had them in its PRMConfig, with these defaults, as long as it had a trainer for them.
     others |= {"step_separator", "train_on_last_step_only"} if method == "prm" else set()
     others |= {"tools", "environment", "rollout", "tool_timeout_seconds", "max_tool_result_chars", "max_resample_times"}
@@ -169,7 +172,7 @@ def test_everything_that_a_method_sets_is_refused_from_a_recipe() -> None:
     for method, (_, _, config) in trainer_args.CONFIGS.items():
         tree = ast.parse((BUILDERS / f"{method}.py").read_text())
         names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        if "token_trainer" in names:
+        if names & {"token_trainer", "taught_trainer"}:
             tree = ast.parse((BUILDERS / "sft.py").read_text())
         calls = [
             node

@@ -1,6 +1,10 @@
 """Every method with the options that it cannot do without."""
 
+from pathlib import Path
+
 import tunekit
+from tests.tiny import save_tiny_model
+from tests.two_tokenizers import save_other_model
 
 
 def required_options(method: tunekit.MethodInfo) -> dict[str, object]:
@@ -9,8 +13,14 @@ def required_options(method: tunekit.MethodInfo) -> dict[str, object]:
     if method.is_rewarded:
         options |= {"rewards": ["tests.smoke.methods:reward"], "num_generations": 2}
     if method.has_teacher:
-        options["teacher"] = "teacher"
+        options["teacher"] = "other" if method.name == "gold" else "teacher"
     return options
+
+
+def save_teachers(folder: Path) -> None:
+    """Save teachers for tiny models: one with their tokenizer, and one with another."""
+    save_tiny_model(folder / "teacher", seed=1)
+    save_other_model(folder / "other")
 
 
 METHODS = {method.name: required_options(method) for method in tunekit.list_methods()}

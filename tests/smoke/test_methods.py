@@ -12,7 +12,7 @@ from tests.photographs.losses import check_losses
 from tests.photographs.recorded import FOLDER, LOSSES, check_recorded
 from tests.photographs.shapes import shape_of_run, written
 from tests.rows import save_rows
-from tests.smoke.methods import METHODS
+from tests.smoke.methods import METHODS, save_teachers
 from tests.tiny import save_tiny_model
 
 FIRST_LOSS = {"dpo": math.log(2), "kto": 0.5}
@@ -23,7 +23,7 @@ FIRST_LOSS = {"dpo": math.log(2), "kto": 0.5}
 def workspace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("smoke")
     save_tiny_model(folder / "model")
-    save_tiny_model(folder / "teacher", seed=1)
+    save_teachers(folder)
     # Its rows are whole blocks of 4 bits: bitsandbytes misreads others on processors with AVX-512.
     save_tiny_model(folder / "blocks", hidden=64, intermediate=128)
     for method in METHODS:
@@ -46,7 +46,7 @@ def train(workspace, method, adapter, *overrides):
     }
     recipe["data"]["max_length"] = 64
     if "teacher" in METHODS[method]:
-        recipe["method"]["teacher"] = str(workspace / "teacher")
+        recipe["method"]["teacher"] = str(workspace / METHODS[method]["teacher"])
     return tunekit.train(recipe, overrides)
 
 

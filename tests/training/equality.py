@@ -16,6 +16,7 @@ from typing import Any
 from tests.processes import in_processes
 from tests.tiny import make_tokenizer
 from tests.training.answers import fixed_numbers
+from tests.two_tokenizers import save_other_model
 
 STEPS = 10
 BATCH = 8
@@ -108,6 +109,10 @@ GKD = {
     # The most likely token is the same one in every layout.
     "generation": {"top_k": 1},
 }
+GOLD = {**GKD, "type": "gold", "uld_use_hybrid_loss": True}
+"""A distance of sorted probabilities alone has a kink wherever two are equal, and completions of equal tokens many of
+them: which side rounding takes decides on the gradient, also in one process with other micro-batches."""
+RANKS = {"type": "gold", "teacher": "teacher", "lmbda": 0}
 DISTILLATION = {**GKD, "type": "distillation"}
 SDFT = {"type": "sdft", "max_completion_length": 8, "generation": {"top_k": 1}}
 FEW = ("DDP x2", "FSDP2 x2", "ZeRO-2 x2")
@@ -132,6 +137,9 @@ SUBJECTS = (
     Subject("PRM LoRA", {"type": "prm"}, "lora", False, "qwen3", FEW),
     Subject("PRM QLoRA", {"type": "prm"}, "qlora", False, "llama", FEW),
     Subject("GKD full", GKD, "full", False, "llama", (*FEW, "ZeRO-3 x2")),
+    Subject("GOLD full", GOLD, "full", False, "llama", (*FEW, "ZeRO-3 x2")),
+    Subject("GOLD LoRA", GOLD, "lora", False, "qwen3", FEW),
+    Subject("GOLD full, by rank on rows", RANKS, "full", False, "llama", FEW),
     Subject("distillation full", DISTILLATION, "full", False, "llama", (*FEW, "ZeRO-3 x2")),
     Subject("SDFT full", SDFT, "full", False, "llama", (*FEW, "ZeRO-3 x2")),
     Subject("SDFT LoRA", SDFT, "lora", False, "qwen3", FEW),
@@ -176,7 +184,7 @@ def rows_of(subject: Subject, num_rows: int, seed: int = 0) -> Iterator[dict[str
     for n in range(seed, seed + num_rows):
         question, answer = "?" * (1 + n * 7 % 23), f"{n * n} is " + "ok " * (n * n * 5 % 19)
         match subject.method["type"]:
-            case "sft" | "gkd":
+            case "sft" | "gkd" | "gold":
                 turns = [("user", question), ("assistant", answer)]
                 yield {"messages": [{"role": role, "content": content} for role, content in turns]}
             case "prm":
@@ -209,12 +217,15 @@ def recipe_of(subject: Subject, folder: Path, *, micro_batch_size: int, num_rows
         "packing": subject.packing,
         "max_length": 128,
     }
-    if kind in ("sft", "gkd", "prm"):
+    if kind in ("sft", "gkd", "gold", "prm"):
         data["eval"] = write_rows(folder / f"{kind}-eval.jsonl", rows_of(subject, 7, seed=100))
     return {
         "model": str(model),
         "data": data,
-        "method": {**subject.method, **({"teacher": str(_teacher(folder))} if "teacher" in subject.method else {})},
+        "method": {
+            **subject.method,
+            **({"teacher": str(_teacher(folder, kind))} if "teacher" in subject.method else {}),
+        },
         "adapter": {"type": subject.adapter, **({} if subject.adapter == "full" else {"rank": 4})},
         "train": {
             "max_steps": STEPS,
@@ -229,7 +240,10 @@ def recipe_of(subject: Subject, folder: Path, *, micro_batch_size: int, num_rows
     }
 
 
-def _teacher(folder: Path) -> Path:
+def _teacher(folder: Path, kind: str) -> Path:
+    if kind == "gold":
+        path = folder / "other"
+        return path if path.exists() else save_other_model(path, hidden=64)
     path = folder / "teacher"
     return path if path.exists() else save_small_model(path, "llama", hidden_size=64, num_hidden_layers=3)
 

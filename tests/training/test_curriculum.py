@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.rows import row_for
-from tests.smoke.methods import METHODS
+from tests.smoke.methods import METHODS, save_teachers
 from tests.tiny import save_chats, save_tiny_model, saved_weights
 from tests.training.engines import made, work_in, worked
 from tunekit.runs.run import Run
@@ -20,7 +20,7 @@ def folder(tmp_path_factory):
     """A model, rows of 24 lengths in disorder, and the same rows from the shortest to the longest."""
     folder = tmp_path_factory.mktemp("curriculum")
     save_tiny_model(folder / "model")
-    save_tiny_model(folder / "teacher", seed=1)
+    save_teachers(folder)
     exchanges = [("count", " ".join(["one"] * num)) for num in range(1, 25)]
     save_chats(folder / "sorted.jsonl", exchanges)
     random.Random(3).shuffle(exchanges)

@@ -10,7 +10,6 @@ from tests.tiny import make_tokenizer, save_jsonl, save_tiny_model
 from tests.training.watching import cut_off_and_resumed, last_words, logged
 from tunekit.api import verbs
 from tunekit.errors import ModelError, PlanError, RecipeError
-from tunekit.methods.gkd import GKDTrainer
 
 RECIPE = """
 model: model
@@ -66,34 +65,6 @@ def plain(folder):
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-
-
-@pytest.fixture
-def batches_of(recipe, monkeypatch):
-    """Trains two steps, and returns of each the weights before it, its micro-batch, its loss and its gradients."""
-    seen, rows = [], []
-    step, compute = GKDTrainer.training_step, GKDTrainer.compute_loss
-
-    def see_rows(trainer, model, inputs, *args, **kwargs):
-        rows.append({name: value.clone() for name, value in inputs.items()})
-        return compute(trainer, model, inputs, *args, **kwargs)
-
-    def see(trainer, *args):
-        named = dict(trainer.model.named_parameters())
-        weights = {name: value.detach().double() for name, value in named.items()}
-        loss = step(trainer, *args)
-        grads = {name: value.grad.double() for name, value in named.items()}
-        seen.append((weights, rows[-1], float(loss), grads))
-        return loss
-
-    monkeypatch.setattr(GKDTrainer, "compute_loss", see_rows)
-    monkeypatch.setattr(GKDTrainer, "training_step", see)
-
-    def train(*changes):
-        tunekit.train(recipe, ["train.max_steps=2", "train.warmup_steps=0", "data.eval=null", *changes])
-        return seen
-
-    return train
 
 
 @pytest.mark.sample(2)

@@ -33,7 +33,7 @@ FITTING: dict[str, Any] = {
     "method.teacher_prompt_template": "{prompt} as in {privileged_context}",
     "data.train.format": "text", "data.eval.format": "text", "data.train.columns": {"text": "body: x", "1e-4": "no"},
     "data.train.replace": {"A": "b: c"}, "data.eval.replace": {"A": "b"}, "data.replace": {"{{NAME}}": "Ada"},
-    "data.columns": {"text": "b"}, "data.eval.columns": {"text": "b"}, "data.max_length": 2000,
+    "data.too_long": "drop", "data.columns": {"text": "b"}, "data.eval.columns": {"text": "b"}, "data.max_length": 2000,
     "method.trainer_args": {"adam_beta1": 0.8, "lr_scheduler_kwargs": {"a": [1]}}, "method.num_generations": 4,
     "method.epsilon_high": 5.0, "method.loss_weights": [0.25, 2.0], "method.rewards.free_tokens": 4,
     "method.rewards.max_tokens": 12, "method.rewards.pattern": "[a-z]+: \\d", "method.rewards.column": "other",
@@ -93,6 +93,8 @@ BESIDE: dict[str, dict[str, Any]] = {
     "method.generation.vllm_mode": {**SERVER, "method.generation.vllm_server_base_url": "http://x:8000"},
     "method.generation.vllm_server_base_url": SERVER,
     "method.max_staleness": {**SERVER, "method.generation.vllm_server_base_url": "http://x:8000"},
+    "method.uld_hybrid_matched_weight": {"method.uld_use_hybrid_loss": True, "method.uld_hybrid_unmatched_weight": 1.0},
+    "method.uld_hybrid_unmatched_weight": {"method.uld_use_hybrid_loss": True, "method.uld_hybrid_matched_weight": 1.0},
     "method.max_tool_calling_iterations": {"method.environment": "adventure"},
     "method.tool_timeout_seconds": {"method.environment": "adventure"},
     "method.max_tool_result_chars": {"method.environment": "adventure"},
@@ -177,7 +179,9 @@ def beside(text: str, entry: tunekit.Entry, method: str) -> str:
     """A recipe in which a field of this one means something."""
     name = name_of(entry.key)
     for key, value in BESIDE.get(name, {}).items():
-        if not (key == "method.trainer_args" and (method in ("sft", "gkd", "prm") or METHODS[method].generates)):
+        if not (
+            key == "method.trainer_args" and (method in ("sft", "gkd", "gold", "prm") or METHODS[method].generates)
+        ):
             text = tunekit.edit_text(text, key, value)
     section, _, own = entry.key.rpartition(".")
     if section.endswith("rope_scaling") and own != "factor":
@@ -187,7 +191,7 @@ def beside(text: str, entry: tunekit.Entry, method: str) -> str:
     if section.endswith("relora"):
         text = tunekit.edit_text(text, "adapter.type", "lora")
         text = text if own == "steps" else tunekit.edit_text(text, f"{section}.steps", 50)
-    if method == "gkd" and name in ROWS_ALONE:
+    if method in ("gkd", "gold") and name in ROWS_ALONE:
         text = tunekit.edit_text(text, "method.lmbda", 0)
     if name == "method.rewards.column":
         text = tunekit.edit_text(text, entry.key.replace("column", "path"), tunekit.UNSET)

@@ -40,6 +40,7 @@ from tunekit.data.packing.sequences import MIXING_SEED, Batch, Mixing, Mixture, 
 from tunekit.data.sources.load import LoadedData
 from tunekit.data.sources.rows import Places, Rows, cache_folder, clear_folder
 from tunekit.data.tokenization.encode import Encoder
+from tunekit.data.tokenization.teacher_tokens import TEACHER_IDS, TEACHER_LABELS, TeacherRows, TeacherTokenizer
 from tunekit.data.tokenization.tokenize import TokenReport, tokenize
 from tunekit.errors import DataError
 from tunekit.recipe.sections.data import CompleteSource, DataSection, TooLong
@@ -204,6 +205,8 @@ ORIGINS = "origins.npy"
 int32, `(2, sequences)`."""
 
 _BATCH_TOKENS = 2**20
+_UNCUT = 2**31 - 1
+"""Longest sequence of which nothing is cut, in tokens."""
 
 Progress = Callable[[str, int, int], None]
 """Called with a source, how many of its rows are done, and how many there are."""
@@ -231,13 +234,14 @@ class Prepared:
     Attributes:
         path: The Arrow file: columns `input_ids` and `labels`, `seq_lengths` where packed; and where rows have media
             `media_text` and `media`, of which a processor makes the same tokens, and features; where packed, a list
-            of those of each document.
+            of those of each document. For a teacher with another tokenizer `teacher_input_ids` and `teacher_labels`.
         reports: What became of the rows of each source.
         shares: What was taken of each source.
         num_sequences: Sequences to train on, packed where the recipe asks for it.
         num_tokens: Their tokens.
         num_trainable_tokens: Those that count in the loss.
         most_pixel_values: Values of the pixels of the sequence with the most.
+        notes_of_teacher: Notes on the tokens of a teacher, a sentence each.
     """
 
     path: Path
@@ -247,11 +251,12 @@ class Prepared:
     num_tokens: int
     num_trainable_tokens: int
     most_pixel_values: int
+    notes_of_teacher: tuple[str, ...] = ()
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes for the user, a sentence each."""
-        return tuple(dict.fromkeys(note for report in self.reports for note in report.notes))
+        return (*dict.fromkeys(note for report in self.reports for note in report.notes), *self.notes_of_teacher)
 
     def dataset(self) -> "datasets.Dataset":
         """The sequences, memory-mapped."""
@@ -330,6 +335,7 @@ def prepare_data(
     on_progress: Progress | None = None,
     *,
     media: MediaTokens | None = None,
+    teacher: TeacherTokenizer | None = None,
 ) -> tuple[Split, ...]:
     """Tokenise, mask, mix and pack the rows of a recipe, or find them in the cache.
 
@@ -339,12 +345,14 @@ def prepare_data(
         tokenizer: Tokenizer of the model.
         on_progress: Told how far the rows of a source are.
         media: The tokens of media, where rows have some.
+        teacher: The tokenizer of a teacher that reads rows in its own tokens.
 
     Returns:
         `train`, and `eval` if the recipe has one.
 
     Raises:
-        DataError: No token would be trained on, or the rows do not fit the chat template.
+        DataError: No token would be trained on, the rows do not fit the chat template, or a teacher reads another
+            answer.
     """
     splits = []
     for name, sources, mixing in splits_of(section, data):
@@ -362,8 +370,18 @@ def prepare_data(
         inputs = None
         if media is not None:
             inputs = [MediaInputs(rows, tokenizer, media) for rows in sources]
-        packing = section.packing
-        prepared = prepare_rows(tokens, mixing, max_length=section.max_length, packing=packing, inputs=inputs)
+        its = None
+        if teacher is not None:
+            # Whole answers are compared with those of the model; what is too long is cut behind that.
+            its = [tokens_of(rows, teacher.tokenizer, max_length=_UNCUT, on_progress=on_progress) for rows in sources]
+        prepared = prepare_rows(
+            tokens,
+            mixing,
+            max_length=section.max_length,
+            packing=section.packing,
+            inputs=inputs,
+            taught=None if teacher is None or its is None else Taught(teacher, sources, its),
+        )
         splits.append(Split(name, sources, tokens, mixing.weights or (None,) * len(sources), prepared))
     return tuple(splits)
 
@@ -464,6 +482,34 @@ class MediaInputs:
         return self._encoder.text_of(row, self._rows.place(index)), as_json(row)
 
 
+@dataclass(frozen=True)
+class Taught:
+    """Rows in the tokens of a teacher.
+
+    Attributes:
+        tokenizers: Tokenizers of both models.
+        rows: The rows of each source.
+        tokens: The tokens of each source, of which nothing is cut.
+    """
+
+    tokenizers: TeacherTokenizer
+    rows: tuple[Rows, ...]
+    tokens: Sequence[SourceTokens]
+
+    def readers(self, own: Sequence[SourceTokens], max_length: int) -> list[TeacherRows]:
+        """Return the rows of each source beside their sequences in tokens of the model."""
+        return [
+            TeacherRows(rows, mine.sequences, its.sequences, self.tokenizers, max_length)
+            for rows, mine, its in zip(self.rows, own, self.tokens, strict=True)
+        ]
+
+    def notes(self, own: Sequence[SourceTokens]) -> Iterator[str]:
+        """Yield how many tokens the rows of each source take on both sides."""
+        for mine, its in zip(own, self.tokens, strict=True):
+            counts = f"{mine.report.num_tokens:,} tokens to the model, {its.report.num_tokens:,} to the teacher"
+            yield f"{mine.source}: {counts}, before its rows are truncated"
+
+
 def _decoded(media: Sequence[str]) -> list[Medium]:
     return [medium_of(json.loads(medium)) for medium in media]
 
@@ -475,6 +521,7 @@ def prepare_rows(
     max_length: int,
     packing: bool,
     inputs: Sequence[MediaInputs] | None = None,
+    taught: Taught | None = None,
 ) -> Prepared:
     """Prepare rows for a trainer: read from the cache, or mixed and packed.
 
@@ -484,10 +531,16 @@ def prepare_rows(
         max_length: Longest sequence, in tokens.
         packing: Put several sequences into one of `max_length` tokens.
         inputs: For each source the texts and media of its rows, where some have media.
+        taught: The rows in the tokens of a teacher with another tokenizer.
+
+    Raises:
+        DataError: The teacher reads other answers.
     """
 
     def make(folder: Path) -> dict[str, Any]:
-        return _write(folder / ROWS, sources, mixing, max_length=max_length if packing else None, inputs=inputs)
+        readers = None if taught is None else taught.readers(sources, max_length)
+        packs = max_length if packing else None
+        return _write(folder / ROWS, sources, mixing, max_length=packs, inputs=inputs, readers=readers)
 
     made_of = {
         "tokens": [source.key for source in sources],
@@ -495,6 +548,7 @@ def prepare_rows(
         "seed": MIXING_SEED,
         "packed": max_length if packing else None,
         "media": inputs is not None,
+        "teacher": None if taught is None else [max_length, *(its.key for its in taught.tokens)],
         "ranks": [hashlib.sha256(source.order.tobytes()).hexdigest() for source in sources if mixing.curriculum],
     }
     name = " + ".join(source.source for source in sources)
@@ -508,6 +562,7 @@ def prepare_rows(
         num_tokens=account["num_tokens"],
         num_trainable_tokens=account["num_trainable_tokens"],
         most_pixel_values=account["most_pixel_values"],
+        notes_of_teacher=() if taught is None else tuple(taught.notes(sources)),
     )
 
 
@@ -518,6 +573,7 @@ def _write(
     *,
     max_length: int | None,
     inputs: Sequence[MediaInputs] | None,
+    readers: Sequence[TeacherRows] | None,
 ) -> dict[str, Any]:
     """Write the Arrow file, packed if a length of packs is given; return its account."""
     import numpy as np
@@ -544,6 +600,8 @@ def _write(
         types = [pa.string(), pa.list_(pa.string())]
         for name, type_ in zip((TEXT, MEDIA), types if sizes is None else map(pa.list_, types), strict=True):
             schema = schema.append(pa.field(name, type_))
+    for name in (TEACHER_IDS, TEACHER_LABELS) if readers is not None else ():
+        schema = schema.append(pa.field(name, pa.list_(pa.int32())))
     num_trainable = most_pixel_values = 0
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
         for start, stop, packs in _batches(lengths, sizes):
@@ -569,6 +627,10 @@ def _write(
                     pa.array(column, schema.field(name).type)
                     for name, column in zip((TEXT, MEDIA), columns_of_media, strict=True)
                 ]
+            if readers is not None:
+                chosen_rows = zip(chosen.source[start:stop].tolist(), chosen.index[start:stop].tolist(), strict=True)
+                of_teacher = [readers[source].of_sequence(index) for source, index in chosen_rows]
+                arrays += [pa.array(column, pa.list_(pa.int32())) for column in zip(*of_teacher, strict=True)]
             writer.write_batch(pa.record_batch(arrays, schema=schema))
     return {
         "shares": shares,

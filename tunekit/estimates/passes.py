@@ -39,6 +39,10 @@ SFT = Passes()
 Needs = Mapping[Phase, Need]
 
 
+_SORTED_PIECES = 32
+"""Pieces of text whose probabilities are sorted at once (`TILE_PIECES` of tunekit/methods/logit_distance.py)."""
+
+
 def passes_of(
     method: MethodSection,
     adapter: Adapter,
@@ -151,7 +155,10 @@ def method_needs(
     teacher = products.model if passes.compares_with_itself else passes.teacher
     if teacher is not None:
         scored = int(passes.max_scored_share * num_tokens)
-        compared |= _teacher_needs(teacher, products.e, layout, layers, head, num_tokens, scored, needs)
+        tiles = _comparing_tiles(teacher, products.e, scored, needs["head"], head)
+        if passes.sorts_probabilities:
+            tiles = _sorting_tiles(products, teacher, scored, needs["head"], head)
+        compared |= _teacher_needs(teacher, products.e, layout, layers, head, num_tokens, scored, needs, tiles)
         yield from compared.items()
     if passes.refers_in_micro_batch:
         reference, forward = reference_pass(products, passes, layout, head, num_tokens), needs["forward"]
@@ -165,13 +172,48 @@ def method_needs(
         yield "generation", replace(generation, gathered=needs["optimizer"].gathered + generation.gathered)
 
 
+def _comparing_tiles(teacher: ModelFacts, e: int, scored: int, backward: Need, head: Head) -> tuple[int, int]:
+    """Return the bytes of tiles in which probabilities are compared, in the forward and in the backward pass.
+
+    They are of float32, one of each model's (trl/kernels/chunked_divergence.py).
+    """
+    rows = min(scored, HEAD_TOKENS)
+    # The tile of the model alone is in its head already.
+    more = (2 * 4 - e) * rows * HEAD_COLUMNS
+    # Gradients of the tile are cast from float32.
+    cast = e * rows * min(teacher.vocab_size, HEAD_COLUMNS) if e == 2 else 0
+    return head.forward + more, max(backward.logits, head.backward) + more + cast
+
+
+def _sorting_tiles(products: Products, teacher: ModelFacts, scored: int, backward: Need, head: Head) -> tuple[int, int]:
+    """Return the bytes of tiles in which probabilities are compared by rank, in the forward and the backward pass.
+
+    Whole vocabularies of a few pieces of text are sorted, in float32 with places of 8 bytes
+    (tunekit/methods/logit_distance.py). Before that the tokens before the last one of each piece are scored as in
+    TRL's head: at most all. Both make a gradient of the head's weight in float32, of which one is counted beside.
+    """
+    model, rows = products.model, min(scored, _SORTED_PIECES)
+    largest = max(model.vocab_size, teacher.vocab_size)
+    tile = 4 * rows * (5 * model.vocab_size + 2 * teacher.vocab_size + 3 * largest)
+    other = 4 * model.vocab_size * model.hidden_size if products.tables.head else 0
+    return max(head.forward, tile), max(backward.logits, head.backward, tile) + other
+
+
 def _teacher_needs(
-    teacher: ModelFacts, e: int, layout: Layout, layers: Layers, head: Head, num_tokens: int, scored: int, needs: Needs
+    teacher: ModelFacts,
+    e: int,
+    layout: Layout,
+    layers: Layers,
+    head: Head,
+    num_tokens: int,
+    scored: int,
+    needs: Needs,
+    tiles: tuple[int, int],
 ) -> Iterator[tuple[Phase, Need]]:
     """Yield the needs of the phases where a teacher scores each token.
 
-    Its pass is one without gradients, up to its head. Then the probabilities of both are compared in tiles of float32,
-    one of each model's, both in the forward and in the backward pass (trl/kernels/chunked_divergence.py).
+    Its pass is one without gradients, up to its head. Then the probabilities of both are compared in tiles, both in the
+    forward and in the backward pass.
 
     Args:
         teacher: The teacher.
@@ -182,22 +224,18 @@ def _teacher_needs(
         num_tokens: Tokens of a micro-batch on a device, with its padding.
         scored: Those of them that are compared.
         needs: What the phases need without a teacher.
+        tiles: Bytes of the tiles in the forward and in the backward pass.
     """
     forward, backward = needs["forward"], needs["head"]
     layer = 3 * e * teacher.intermediate_size + 4 * e * teacher.hidden_size
-    rows = min(scored, HEAD_TOKENS)
-    # The tile of the model alone is in its head already.
-    kept_bytes, more = e * teacher.hidden_size * scored, (2 * 4 - e) * rows * HEAD_COLUMNS
-    cast = e * rows * min(teacher.vocab_size, HEAD_COLUMNS) if e == 2 else 0
+    kept_bytes = e * teacher.hidden_size * scored
     gathered = forward.gathered + (e * teacher.num_params if layout.strategy == "zero3" else 0)
     through = layers.kept + layers.shared + head.kept + layer * num_tokens
     passing = Need(forward.gradients, through, 0, gathered)
-    comparing = Need(forward.gradients, forward.activations + kept_bytes, head.forward + more, gathered)
+    comparing = Need(forward.gradients, forward.activations + kept_bytes, tiles[0], gathered)
     yield "reference", max(passing, comparing, key=lambda need: need.total)
-    # Gradients of the tile are cast from float32.
-    logits = max(backward.logits, head.backward) + more + cast
     gathered += backward.gathered - forward.gathered
-    yield "head", Need(backward.gradients, backward.activations + kept_bytes, logits, gathered)
+    yield "head", Need(backward.gradients, backward.activations + kept_bytes, tiles[1], gathered)
 
 
 def reference_pass(products: Products, passes: Passes, layout: Layout, head: Head, num_tokens: int) -> Need:

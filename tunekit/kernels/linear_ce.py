@@ -159,7 +159,8 @@ def places_of(labels: Tensor) -> Tensor:
     return (labels.reshape(-1) != IGNORED).nonzero().squeeze(1)
 
 
-def _compute_dtype(hidden: Tensor) -> torch.dtype:
+def compute_dtype(hidden: Tensor) -> torch.dtype:
+    """Return the type of products with hidden states: that of autocast, if it is on."""
     kind = hidden.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
@@ -252,7 +253,7 @@ def cross_entropy(
     logits.copy_(p.mul_(shape.logit_scale / shape.temperature))
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:
+def add_product(total: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:
     """Add `a @ b` to a sum of its own type, without rounding the product to theirs; what was there is not, at first."""
     beta = 0 if is_first else 1
     if total.dtype == a.dtype:
@@ -310,7 +311,7 @@ def _linear_cross_entropy(
         if gradients[0]:
             torch.mm(logits, weight, out=of_hidden[start:end])
         if gradients[1]:
-            _add_product(of_weight, logits.t(), x, is_first=start == 0)
+            add_product(of_weight, logits.t(), x, is_first=start == 0)
         if gradients[2]:
             of_bias += logits.sum(0, dtype=torch.float32)
     return results
@@ -376,7 +377,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         how: _Settings,
         learns: bool,
     ) -> tuple[Tensor | None, ...]:
-        dtype = _compute_dtype(hidden)
+        dtype = compute_dtype(hidden)
         weights = hidden.new_ones(len(index), dtype=torch.float32) if token_weights is None else token_weights
         gradients = [learns and needs for needs in ctx.needs_input_grad[:3]]
         losses, *columns, of_hidden, of_weight, of_bias = _linear_cross_entropy(
@@ -420,7 +421,7 @@ class _LinearLogProb(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         ctx.recomputes = needs_weight or needs_bias or entropy_gradient
-        ctx.dtype, ctx.how = _compute_dtype(hidden), how
+        ctx.dtype, ctx.how = compute_dtype(hidden), how
         # The loss that is the log-probability itself has a weight of -1.
         weights = hidden.new_full((len(index),), -1.0, dtype=torch.float32)
         gradients = [learns and needs_hidden and not ctx.recomputes, False, False]

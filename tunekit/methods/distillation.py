@@ -37,7 +37,8 @@ def check_tokens(tokenizer: "PreTrainedTokenizerBase", teacher: "PreTrainedToken
         raise ModelError(
             f"method.teacher: {path!r} has a different tokenizer: {num_differing:,} of {len(own):,} tokens have "
             f"another id or are missing from its {len(its):,}",
-            hint="use a larger model of the same family as the teacher: probabilities are compared token by token",
+            hint="use a larger model of the same family as the teacher: probabilities are compared token by token; "
+            "or use method gold",
         )
 
 

@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
+from trl.kernels.chunked_divergence import VOCAB_CHUNK_SIZE, ChunkedDivergenceFunction
+from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 from tunekit.methods.head import language_model, whole
 
@@ -39,6 +41,22 @@ def with_head(model: Any, hidden: Tensor) -> Scorer:
     """Return hidden states with the head of their model."""
     head = language_model(model).get_output_embeddings()
     return Scorer(hidden, whole(head.weight), None if head.bias is None else whole(head.bias))
+
+
+def log_probs_of(scorer: Scorer, targets: Tensor, bound: Mapping[str, Any], temperature: float = 1.0) -> Tensor:
+    """Return the log-probability of the next token after each hidden state, `(tokens,)`.
+
+    Args:
+        scorer: Hidden states of a model, and its head.
+        targets: The tokens, `(tokens,)`.
+        bound: Scale and soft cap of the logits, as TRL's head has them.
+        temperature: Softmax temperature.
+    """
+    settings = VOCAB_CHUNK_SIZE, bound["final_logit_softcapping"], bound["logit_scale"], ()
+    with maybe_gather_lm_head_ctx(scorer.weight, scorer.bias):
+        log_probs: Tensor
+        log_probs, *_ = ChunkedLogProbFunction.apply(*scorer, targets, temperature, *settings)
+    return log_probs
 
 
 def divergences(

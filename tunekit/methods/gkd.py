@@ -6,10 +6,11 @@ Here the rows, masks and packs are those of supervised fine-tuning; the divergen
 that count; and all processes draw alike, from the seed and the step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from random import Random
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,23 +18,20 @@ from accelerate.utils import send_to_device, set_seed
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from trl.distributed import DistributedBackend
-from trl.kernels.chunked_divergence import VOCAB_CHUNK_SIZE
-from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 from trl.models import prepare_deepspeed
 from trl.models.utils import _ForwardRedirection, unwrap_model_for_generation
-from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 from tunekit.kernels.cross_entropy import IGNORED
 from tunekit.kernels.linear_ce import next_labels, places_of
 from tunekit.methods.arguments import Parts
-from tunekit.methods.divergence import divergences, hidden_states, with_head
+from tunekit.methods.divergence import divergences, hidden_states, log_probs_of, with_head
 from tunekit.methods.head import fused_heads, trl_head
 from tunekit.methods.run_trainer import RunTrainer
 from tunekit.methods.sft import TokenMeanSFTTrainer, token_trainer
-from tunekit.recipe.methods.gkd import GKDMethod
+from tunekit.recipe.methods.gkd import GKDMethod, RowDistillationMethod
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
 
 def build(method: GKDMethod, parts: Parts) -> RunTrainer:
@@ -43,11 +41,28 @@ def build(method: GKDMethod, parts: Parts) -> RunTrainer:
         method: The divergence and the completions, and what else goes to SFTConfig.
         parts: All else. Rows have columns `input_ids` and `labels` (-100 off the loss), and `seq_lengths` where packed.
     """
+    return taught_trainer(GKDTrainer, method, parts)
+
+
+def taught_trainer(
+    base: type["GKDTrainer"],
+    method: RowDistillationMethod,
+    parts: Parts,
+    given: Mapping[str, Any] = MappingProxyType({}),
+) -> RunTrainer:
+    """Build a trainer over token ids and labels, with its teacher.
+
+    Args:
+        base: Its class.
+        method: The method.
+        parts: The parts of a trainer.
+        given: Arguments of the trainer that only its class has.
+    """
     teacher = parts.load_teacher(method.teacher)
     # The loss of routers is no part of the divergence.
     arguments = {**method.trainer_args, "router_aux_loss_coef": 0.0}
-    trainer_parts = {"teacher": teacher, "method": method, "max_length": parts.data.max_length}
-    return token_trainer(GKDTrainer, parts, arguments, trainer_parts)
+    trainer_parts = {"teacher": teacher, "method": method, "max_length": parts.data.max_length, **given}
+    return token_trainer(base, parts, arguments, trainer_parts)
 
 
 class GKDTrainer(TokenMeanSFTTrainer):
@@ -60,7 +75,9 @@ class GKDTrainer(TokenMeanSFTTrainer):
         given: Arguments of SFTTrainer.
     """
 
-    def __init__(self, *, teacher: PreTrainedModel, method: GKDMethod, max_length: int, **given: Any) -> None:
+    def __init__(
+        self, *, teacher: PreTrainedModel, method: RowDistillationMethod, max_length: int, **given: Any
+    ) -> None:
         super().__init__(**given)
         self.beta, self.temperature, self.lmbda = method.beta, method.temperature, method.lmbda
         self.kd_ratio = method.kd_ratio
@@ -83,7 +100,7 @@ class GKDTrainer(TokenMeanSFTTrainer):
         # Processes sample completions of their own.
         set_seed(self.args.seed, device_specific=True)
 
-    def _sampling(self, method: GKDMethod) -> dict[str, Any]:
+    def _sampling(self, method: RowDistillationMethod) -> dict[str, Any]:
         ends = self.model.generation_config.eos_token_id or []
         ends = [ends] if isinstance(ends, int) else list(ends)
         return {
@@ -98,32 +115,30 @@ class GKDTrainer(TokenMeanSFTTrainer):
     def compute_loss(
         self,
         model: Any,
-        inputs: "Mapping[str, Any]",
+        inputs: Mapping[str, Any],
         return_outputs: bool = False,
         num_items_in_batch: Tensor | None = None,
     ) -> Any:
         """The divergence of a micro-batch, as its share of the mean over the tokens of the step."""
-        labels = next_labels(inputs["labels"])
-        places = places_of(labels)
         student = self.accelerator.unwrap_model(model)
-        targets = labels.flatten().index_select(0, places)
-        summed, entropy = self._redirected(model, student, self._compare, student, inputs, places, targets)
+        summed, entropy = self._redirected(model, student, self._compare, student, inputs)
+        num_counted, labels = self._num_counted(inputs), inputs["labels"]
         read = inputs["attention_mask"].sum() if "attention_mask" in inputs else torch.tensor(labels.numel())
-        self._keep_counts([entropy, torch.tensor(len(places)), read])
-        loss = self._share(summed, len(places), num_items_in_batch)
+        self._keep_counts([entropy, torch.tensor(num_counted), read])
+        loss = self._share(summed, num_counted, num_items_in_batch)
         return (loss, None) if return_outputs else loss
 
-    def _compare(
-        self, student: Any, inputs: "Mapping[str, Any]", places: Tensor, targets: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _compare(self, student: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Sum the losses and the student's entropy over tokens, in nats. Called within the student's forward pass.
 
         Args:
             student: The trained model.
             inputs: A micro-batch.
-            places: Places of the hidden states whose next token counts, `(tokens,)`.
-            targets: These tokens, `(tokens,)`.
         """
+        labels = next_labels(inputs["labels"])
+        # Hidden states whose next token counts, and these tokens, `(tokens,)`.
+        places = places_of(labels)
+        targets = labels.flatten().index_select(0, places)
         inputs = {name: value for name, value in inputs.items() if name != "labels"}
         # The type of the products is set around a model's own forward pass, which this one replaces.
         with self.accelerator.autocast():
@@ -143,17 +158,7 @@ class GKDTrainer(TokenMeanSFTTrainer):
             )
             loss = self.kd_ratio * divergence.sum()
             if self.kd_ratio < 1:
-                with maybe_gather_lm_head_ctx(scorer.weight, scorer.bias):
-                    log_probs, *_ = ChunkedLogProbFunction.apply(
-                        *scorer,
-                        targets,
-                        1.0,
-                        VOCAB_CHUNK_SIZE,
-                        head.bound["final_logit_softcapping"],
-                        head.bound["logit_scale"],
-                        (),
-                    )
-                loss = loss - (1 - self.kd_ratio) * log_probs.sum()
+                loss = loss - (1 - self.kd_ratio) * log_probs_of(scorer, targets, head.bound).sum()
         return loss, entropy.sum()
 
     def _log_counts(self, counts: Tensor, mode: str) -> None:
@@ -171,7 +176,7 @@ class GKDTrainer(TokenMeanSFTTrainer):
             self._rows = batches if is_on_policy else ()
         return batches, num_items
 
-    def training_step(self, model: Any, inputs: "Mapping[str, Any]", num_items_in_batch: Tensor | None = None) -> Any:
+    def training_step(self, model: Any, inputs: Mapping[str, Any], num_items_in_batch: Tensor | None = None) -> Any:
         """Compute the loss and the gradients of a micro-batch: its rows, or the model's completions of their prompts.
 
         All completions of a step are generated before its first micro-batch, when a resumed run has the random numbers
@@ -185,13 +190,13 @@ class GKDTrainer(TokenMeanSFTTrainer):
             inputs, num_items_in_batch = next(self._answers)
         return super().training_step(model, inputs, num_items_in_batch)
 
-    def _completed(self, batches: "Sequence[Mapping[str, Tensor]]") -> list[dict[str, Any]]:
+    def _completed(self, batches: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Any]]:
         """Replace the last trained turn of each row, and what follows it, by a completion of the model's.
 
         Rows without a trained token, which fill the last step of an epoch, stay.
         """
         sizes = [len(batch["input_ids"]) for batch in batches]
-        rows = [_Row.of(batch, index) for batch, size in zip(batches, sizes, strict=True) for index in range(size)]
+        rows = [self._row(batch, index) for batch, size in zip(batches, sizes, strict=True) for index in range(size)]
         completions = self._generate_single_turn([row.prompt for row in rows])
         counts = torch.tensor([[sum(map(len, completions)), len(completions)]], device=self.accelerator.device)
         num_tokens, num_completions = self.accelerator.gather(counts).sum(0).tolist()
@@ -199,6 +204,9 @@ class GKDTrainer(TokenMeanSFTTrainer):
         examples = (row.completed(answer, self._max_length) for row, answer in zip(rows, completions, strict=True))
         collated = [self.data_collator(list(islice(examples, size))) for size in sizes]
         return [send_to_device(batch, self.accelerator.device) for batch in collated]
+
+    def _row(self, batch: Mapping[str, Tensor], index: int) -> "PromptedRow":
+        return PromptedRow.of(batch, index)
 
     def _generate_single_turn(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
         """Generate a completion of each prompt, up to and with its end token."""
@@ -227,7 +235,7 @@ class GKDTrainer(TokenMeanSFTTrainer):
 
 
 @dataclass(frozen=True)
-class _Row:
+class PromptedRow:
     """A row of a micro-batch, without its padding.
 
     Attributes:
@@ -241,18 +249,14 @@ class _Row:
     prompt: list[int]
 
     @classmethod
-    def of(cls, batch: "Mapping[str, Tensor]", index: int) -> "_Row":
+    def of(cls, batch: Mapping[str, Tensor], index: int) -> "PromptedRow":
         """Return a row of a padded batch."""
-        ids, labels = batch["input_ids"][index], batch["labels"][index]
-        if "attention_mask" in batch:
-            is_read = batch["attention_mask"][index].bool()
-            ids, labels = ids[is_read], labels[is_read]
-        is_trained = (labels != IGNORED).tolist()
+        ids, labels = unpadded(batch, index)
+        is_trained = [label != IGNORED for label in labels]
         start = end = next((place for place in range(len(ids), 0, -1) if is_trained[place - 1]), 0)
         while start and is_trained[start - 1]:
             start -= 1
-        tokens: list[int] = ids.tolist()
-        return cls(tokens, labels.tolist(), tokens[:start] if end else tokens)
+        return cls(ids, labels, ids[:start] if end else ids)
 
     def completed(self, completion: list[int], max_length: int) -> dict[str, list[int]]:
         """Return the prompt with a completion, which alone is trained on; a row without trained tokens as it is."""
@@ -260,6 +264,21 @@ class _Row:
             return {"input_ids": self.ids, "labels": self.labels}
         answer = completion[: max_length - len(self.prompt)]
         return {"input_ids": self.prompt + answer, "labels": [IGNORED] * len(self.prompt) + answer}
+
+
+def unpadded(batch: Mapping[str, Tensor], index: int, prefix: str = "") -> tuple[list[int], list[int]]:
+    """Return the token ids and labels of a row of a batch, without its padding.
+
+    Args:
+        batch: The batch.
+        index: The row.
+        prefix: Start of the names of its tensors.
+    """
+    ids, labels = batch[f"{prefix}input_ids"][index], batch[f"{prefix}labels"][index]
+    if f"{prefix}attention_mask" in batch:
+        is_read = batch[f"{prefix}attention_mask"][index].bool()
+        ids, labels = ids[is_read], labels[is_read]
+    return ids.tolist(), labels.tolist()
 
 
 def _ended(tokens: list[int], ends: Sequence[int]) -> list[int]:

@@ -25,6 +25,7 @@ from torch.utils.data import Sampler
 from transformers import TrainerCallback
 
 from tunekit.data.media.collate import MEDIA, TEXT
+from tunekit.data.tokenization.teacher_tokens import TEACHER_IDS, TEACHER_LABELS
 from tunekit.estimates.learning_rates import plain_name
 from tunekit.estimates.memory.states import has_low_rank, rows_per_block, uses_muon
 from tunekit.estimates.models.model_config import head_dim_of
@@ -503,5 +504,7 @@ def filled_stream(rows: "IterableDataset", multiple: int, pad_token_id: int) -> 
 def _empty(columns: list[str], pad_token_id: int) -> dict[str, Any]:
     """A row of one token that is not trained on."""
     row: dict[str, Any] = {"input_ids": [pad_token_id], "labels": [-100], "seq_lengths": [1]}
+    # Any token of another vocabulary is one that is not trained on.
+    row |= {TEACHER_IDS: [0], TEACHER_LABELS: [-100]}
     row |= {TEXT: [None], MEDIA: [[]]} if "seq_lengths" in columns else {TEXT: None, MEDIA: []}
     return {name: row[name] for name in columns}

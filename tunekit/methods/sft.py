@@ -155,6 +155,11 @@ class TokenMeanSFTTrainer(SFTTrainer):  # type: ignore[misc]
         # The sum over all processes is what is wanted, of gradients too, and the mean is what is made of it.
         return loss * num_processes
 
+    def _num_counted(self, inputs: Mapping[str, Any]) -> int:
+        """Return the number of losses of which a micro-batch's is the mean."""
+        # The first token of a row is predicted from nothing.
+        return int((inputs["labels"][:, 1:] != -100).sum())
+
     def _share(self, summed: torch.Tensor, num_tokens: int, num_items_in_batch: torch.Tensor | None) -> torch.Tensor:
         """Return the share of a micro-batch in the mean over the tokens of a step.
 
@@ -237,10 +242,9 @@ class TokenMeanSFTTrainer(SFTTrainer):  # type: ignore[misc]
         return super()._get_grad_norm(*args, **kwargs)
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Evaluate one micro-batch, and count its loss by its tokens."""
+        """Evaluate one micro-batch, and count its loss by the number of losses in it."""
         result = super().prediction_step(model, inputs, *args, **kwargs)
-        # The first token of a row is predicted from nothing.
-        num_tokens = int((inputs["labels"][:, 1:] != -100).sum())
+        num_tokens = self._num_counted(inputs)
         self._nats += float(result[0]) * num_tokens
         self._num_tokens += num_tokens
         return result

@@ -16,6 +16,8 @@ from tunekit.recipe.methods import METHODS
 from tunekit.recipe.trainer_args import CONFIGS, config_fields, owner_hint
 
 _COMMANDS = ("sft", "dpo", "kto", "orpo", "cpo", "reward", "grpo", "rloo", "distillation")
+_UNREAD = ("gold",)
+"""Methods of tunekit's whose scripts in TRL are not read."""
 _GENERATION = "temperature top_p top_k min_p repetition_penalty use_vllm vllm_mode"
 _RATES = {"sft": 2e-5, "gkd": 2e-5, "reward": 1e-4}
 
@@ -44,7 +46,7 @@ def _method(draft: Draft) -> str:
     takes.
     """
     task = draft.original.task
-    if task in CONFIGS:
+    if task in CONFIGS and task not in _UNREAD:
         return task
     if task is not None:
         raise draft.no_method(task, task)

@@ -22,6 +22,7 @@ from tunekit.data.sources.rows import Skipped, is_url, without_user
 from tunekit.data.sources.teacher_prompts import with_teacher_prompts
 from tunekit.data.tokenization.alignment import BARE_PROMPTS, AlignmentSplit, Measured, Room, are_bare, measure_data
 from tunekit.data.tokenization.steps import StepTokens
+from tunekit.data.tokenization.teacher_tokens import TeacherTokenizer
 from tunekit.data.tokenization.tokenize import TokenReport
 from tunekit.errors import DataError, ModelError
 from tunekit.estimates.facts import DataFacts, SourceFacts
@@ -137,13 +138,13 @@ def prepare(
         DataError: No token would be trained on, or the rows do not fit the chat template.
         ModelError: The tokenizer of the model or of its teacher cannot be read, or they are not the same.
     """
-    tokenizer = _tokenizer_of(recipe)
-    media = None
+    tokenizer, media = _tokenizer_of(recipe), None
+    teacher = _teacher_tokenizer_of(recipe, tokenizer)
     if media_in(data):
         media = MediaTokens(load_processor(recipe.model, tokenizer, media_in(data)))
         if has_teacher(recipe.method):
             _check_teacher_reads(recipe.method.teacher, recipe, media, (*data.train, *data.eval))
-    splits = prepare_data(recipe.data, data, tokenizer, on_progress, media=media)
+    splits = prepare_data(recipe.data, data, tokenizer, on_progress, media=media, teacher=teacher)
     report = report_data(
         splits,
         tokenizer,
@@ -159,18 +160,30 @@ def prepare(
 
 
 def _tokenizer_of(recipe: Recipe) -> "PreTrainedTokenizerBase":
-    """Return the tokenizer of the model, which is that of its teacher too.
+    """Return the tokenizer of the model, which is that of its teacher too, unless that reads its own tokens.
 
     Raises:
         ModelError: One of them cannot be read, or they are not the same.
     """
     tokenizer = load_tokenizer(recipe.model)
-    if has_teacher(recipe.method):
+    if has_teacher(recipe.method) and not recipe.method.spec.teacher_reads_own_tokens:
         from tunekit.methods.distillation import check_tokens
 
         teacher = recipe.method.teacher
         check_tokens(tokenizer, load_tokenizer(teacher), teacher.path)
     return tokenizer
+
+
+def _teacher_tokenizer_of(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase") -> TeacherTokenizer | None:
+    """Return the tokenizer of a teacher that reads rows in its own tokens.
+
+    Raises:
+        ModelError: It cannot be read, or its tokens cannot be aligned with those of the model.
+    """
+    if not has_teacher(recipe.method) or not recipe.method.spec.teacher_reads_own_tokens:
+        return None
+    section = recipe.method.teacher
+    return TeacherTokenizer.of(tokenizer, recipe.model.path, load_tokenizer(section), section.path)
 
 
 def _facts(splits: tuple[Split, ...]) -> DataFacts:

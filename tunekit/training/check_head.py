@@ -172,8 +172,10 @@ def _check_distillation(trainer: Any, plan: Plan, vocabulary: int) -> None:
     models = {"model": trainer.model, "method.teacher": trainer.teacher_model}
     for field, wrapped in [(field, model) for field, model in models.items() if model is not None]:
         model = _language_model(trainer, wrapped)
+        # A teacher may have another vocabulary than the rows, and any of its tokens will do.
+        size = min(vocabulary, model.config.get_text_config().vocab_size)
         with trl_head(model, trainer.temperature) as bound:
-            why = _why_not_fused(trainer, wrapped, bound, plan, vocabulary)
+            why = _why_not_fused(trainer, wrapped, bound, plan, size)
         if why is not None:
             problem = f"{field}: {type(model).__name__} {why}; TRL's distillation only compares logits of a fused head"
             hint = "distill with another model family, or train on the teacher's answers with method.type=sft"
@@ -202,7 +204,7 @@ def _why_not_fused(trainer: Any, wrapped: Any, bound: Mapping[str, Any], plan: P
         wrapped: The model, as the trainer calls it.
         bound: What its fused head has taken from it.
         plan: The type that it computes in.
-        vocabulary: Number of tokens to make rows of, where there are none yet.
+        vocabulary: Number of tokens of the rows.
     """
     model = _language_model(trainer, wrapped)
     why = _why_unknown(model)
@@ -331,7 +333,7 @@ def _rows(trainer: Any, vocabulary: int) -> tuple[dict[str, torch.Tensor], torch
         batch.pop("scored_positions", None)
         batch, labels = send_to_device((batch, labels), trainer.accelerator.device)
         return batch, labels
-    ids = probe_rows(trainer, vocabulary)
+    ids = [[token % vocabulary for token in row] for row in probe_rows(trainer, vocabulary)]
     if isinstance(trainer, SFTTrainer):
         batch = dict(trainer.data_collator([{"input_ids": row} for row in ids]))
         labels = batch.pop("labels")

@@ -154,10 +154,11 @@ def _faults(
         hint = f"set in method.trainer_args: `lr_scheduler_kwargs: {{{names[0]}: {example}}}`"
         yield f"train.lr_scheduler_type: {train.lr_scheduler_type} needs {' or '.join(names)}", hint
     yield from _parallel_faults(recipe, hardware, model)
-    if teacher is not None and teacher.vocab_size != model.vocab_size:
+    reads_own_tokens = recipe.method.spec.teacher_reads_own_tokens
+    if teacher is not None and teacher.vocab_size != model.vocab_size and not reads_own_tokens:
         problem = f"method.teacher: {teacher.path} has a vocabulary of {teacher.vocab_size:,}, but {model.path} of "
         problem += f"{model.vocab_size:,}; probabilities are compared token by token"
-        yield problem, "use a larger model of the same family as the teacher"
+        yield problem, "use a larger model of the same family as the teacher, or method gold"
     if generates(recipe.method) and recipe.method.generation.use_vllm is True:
         obstacle = backends.why_no_vllm(recipe, hardware, model)
         if obstacle is not None:

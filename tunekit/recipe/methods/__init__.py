@@ -15,6 +15,7 @@ from tunekit.recipe.methods.distillation import DistillationMethod
 from tunekit.recipe.methods.dpo import DPOMethod
 from tunekit.recipe.methods.gkd import GKDMethod
 from tunekit.recipe.methods.gmpo import GMPOMethod
+from tunekit.recipe.methods.gold import GOLDMethod
 from tunekit.recipe.methods.grpo import GRPOMethod
 from tunekit.recipe.methods.kto import KTOMethod
 from tunekit.recipe.methods.on_policy import OnPolicyMethod, RewardedMethod, TeacherMethod
@@ -28,9 +29,10 @@ from tunekit.recipe.methods.sft import SFTMethod
 from tunekit.recipe.methods.spec import MethodSection
 from tunekit.recipe.sections.section import type_alone
 
-_Offline = SFTMethod | DPOMethod | KTOMethod | ORPOMethod | CPOMethod | RewardMethod | PRMMethod | GKDMethod
+_Offline = SFTMethod | DPOMethod | KTOMethod | ORPOMethod | CPOMethod | RewardMethod | PRMMethod
+_Taught = GKDMethod | GOLDMethod
 _OnPolicy = GRPOMethod | RLOOMethod | GMPOMethod | OnlineDPOMethod | DistillationMethod | SDFTMethod
-Table = _Offline | _OnPolicy
+Table = _Offline | _Taught | _OnPolicy
 """The table of methods: a new one is added above."""
 
 Method = Annotated[Table, Field(discriminator="type"), BeforeValidator(type_alone)]

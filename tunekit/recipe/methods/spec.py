@@ -73,6 +73,8 @@ class MethodPasses:
     """True if the reference is computed between the forward and the backward pass."""
     compares_with_itself: bool = False
     """True if tokens are scored by the model's distribution with other prompts, without gradients."""
+    sorts_probabilities: bool = False
+    """True if probabilities of a teacher with another vocabulary are compared by rank."""
     num_forwards: float = 0.0
     """Forward passes without gradients of each sequence, in each optimizer step."""
     num_forwards_before: int = 0
@@ -176,6 +178,8 @@ class MethodSpec:
     """Kinds of media of the rows that it trains on."""
     disables_dropout: bool = False
     """True if the trainer never has dropout, whatever `trainer_args` say."""
+    teacher_reads_own_tokens: bool = False
+    """True if a teacher has another tokenizer, and reads rows in its own tokens."""
     uses_tiled_head: bool = True
     """True if tunekit's head can take the place of one that scores tokens in tiles."""
 
