@@ -4,11 +4,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from tunekit.methods.arguments import Parts
-from tunekit.methods.async_rollouts import AsyncRollouts
-from tunekit.methods.dynamic_sampling import DynamicSampling
 from tunekit.methods.generation import rewarded_trainer
-from tunekit.methods.groups import Groups
-from tunekit.methods.replay import ReplayBuffer
+from tunekit.methods.rollouts.async_rollouts import AsyncRollouts
+from tunekit.methods.rollouts.dynamic_sampling import DynamicSampling
+from tunekit.methods.rollouts.groups import Groups
+from tunekit.methods.rollouts.replay import ReplayBuffer
 from tunekit.methods.run_trainer import RunTrainer
 from tunekit.methods.tool_use import ToolUse, follow_turns, tool_use
 from tunekit.recipe.methods.grpo import GRPOMethod

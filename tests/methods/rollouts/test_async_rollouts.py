@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.waiting import LIMIT_SECONDS, until
-from tunekit.methods.async_rollouts import AsyncRollouts
+from tunekit.methods.rollouts.async_rollouts import AsyncRollouts
 from tunekit.methods.run_trainer import run_trainer
 
 

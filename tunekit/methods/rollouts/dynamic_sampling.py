@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from tunekit.methods.groups import Groups, merge
+from tunekit.methods.rollouts.groups import Groups, merge
 
 if TYPE_CHECKING:
     from tunekit.methods.run_trainer import RunTrainer

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tunekit.errors import RecipeError
-from tunekit.methods.groups import merge
+from tunekit.methods.rollouts.groups import merge
 from tunekit.recipe.load import load_recipe
 
 PAD = 9

@@ -16,7 +16,7 @@ import torch
 from trl.models.utils import disable_gradient_checkpointing
 
 from tunekit.methods.generation import whole_sequences
-from tunekit.methods.groups import OF_TOKENS, PROMPTS, Groups, filled, fills_of, merge
+from tunekit.methods.rollouts.groups import OF_TOKENS, PROMPTS, Groups, filled, fills_of, merge
 
 if TYPE_CHECKING:
     from tunekit.methods.run_trainer import RunTrainer

@@ -1,0 +1,1 @@
+"""Which completions a step learns from: groups with signal, those of earlier steps, those that were asked for ahead."""
