@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from tests.tiny import save_tiny_model
+
 WORDS = [
     "it is twice as much",
     "double 12 是 24",
@@ -62,3 +64,9 @@ def save_other_model(folder: Path, *, hidden: int = 32, seed: int = 3, vocab_siz
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def save_teachers(folder: Path) -> None:
+    """Save teachers for tiny models: one with their tokenizer, and one with another."""
+    save_tiny_model(folder / "teacher", seed=1)
+    save_other_model(folder / "other")

@@ -1,10 +1,6 @@
 """Every method with the options that it cannot do without."""
 
-from pathlib import Path
-
 import tunekit
-from tests.tiny import save_tiny_model
-from tests.two_tokenizers import save_other_model
 
 
 def required_options(method: tunekit.MethodInfo) -> dict[str, object]:
@@ -15,12 +11,6 @@ def required_options(method: tunekit.MethodInfo) -> dict[str, object]:
     if method.has_teacher:
         options["teacher"] = "other" if method.name == "gold" else "teacher"
     return options
-
-
-def save_teachers(folder: Path) -> None:
-    """Save teachers for tiny models: one with their tokenizer, and one with another."""
-    save_tiny_model(folder / "teacher", seed=1)
-    save_other_model(folder / "other")
 
 
 METHODS = {method.name: required_options(method) for method in tunekit.list_methods()}

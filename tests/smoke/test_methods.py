@@ -12,8 +12,9 @@ from tests.photographs.losses import check_losses
 from tests.photographs.recorded import FOLDER, LOSSES, check_recorded
 from tests.photographs.shapes import shape_of_run, written
 from tests.rows import save_rows
-from tests.smoke.methods import METHODS, save_teachers
+from tests.smoke.methods import METHODS
 from tests.tiny import save_tiny_model
+from tests.two_tokenizers import save_teachers
 
 FIRST_LOSS = {"dpo": math.log(2), "kto": 0.5}
 """The loss of a policy that is still its reference: -log sigmoid(0), and 1 - sigmoid(0)."""

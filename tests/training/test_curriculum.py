@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from tests.rows import row_for
-from tests.smoke.methods import METHODS, save_teachers
+from tests.smoke.methods import METHODS
 from tests.tiny import save_chats, save_tiny_model, saved_weights
 from tests.training.engines import made, work_in, worked
+from tests.two_tokenizers import save_teachers
 from tunekit.runs.run import Run
 
 
