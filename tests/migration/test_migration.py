@@ -710,6 +710,34 @@ def test_a_script_is_read_with_its_variables_its_defaults_and_its_quotients(tmp_
     assert line_of(made, "max_length").line == 10
 
 
+TRLS = "python examples/scripts/{}.py --model_name_or_path a/b --dataset_name c/d --learning_rate 1e-5 {}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "fields"),
+    [
+        ("gmpo", "--epsilon 0.3 --num_generations 4 --top_k 7", {"epsilon": 0.3, "num_generations": 4}),
+        (
+            "prm",
+            "--step_separator @@ --train_on_last_step_only",
+            {"step_separator": "@@", "train_on_last_step_only": True},
+        ),
+    ],
+)
+def test_fields_of_methods_that_trl_has_in_scripts_alone_are_carried_over(name, arguments, fields, tmp_path) -> None:
+    (tmp_path / "run.sh").write_text(TRLS.format(name, arguments))
+    method = migrate(tmp_path / "run.sh").recipe.method
+    assert (method.type, {key: dict(method)[key] for key in fields}) == (name, fields)
+    assert name == "prm" or method.generation.top_k == 7
+
+
+@pytest.mark.parametrize("name", ["sdft", "gold"])
+def test_arguments_of_a_trainer_that_mean_something_else_are_not_half_read(name, tmp_path) -> None:
+    (tmp_path / "run.sh").write_text(TRLS.format(name, ""))
+    with pytest.raises(RecipeError, match=f"{name}: arguments of TRL's trainer for {name} cannot be carried over"):
+        migrate(tmp_path / "run.sh")
+
+
 def test_the_command_line_of_the_other_tool_goes_before_the_file() -> None:
     made = migrate(CONFIGS / "trl-sft-full.yaml", arguments=["trl", "orpo", "--beta", "0.4", "--seed", "9"])
     assert made.recipe.method.type == "orpo"

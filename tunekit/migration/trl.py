@@ -6,6 +6,7 @@ itself is passed on under its name.
 
 import contextlib
 
+from tunekit.errors import RecipeError
 from tunekit.migration import distillation
 from tunekit.migration import training as hf
 from tunekit.migration.draft import Draft, Rule, UnfitError, carried, is_off, number, text, trainer_arg
@@ -13,13 +14,17 @@ from tunekit.migration.original import Entry
 from tunekit.migration.report import Fate
 from tunekit.migration.table import tool_table
 from tunekit.recipe.methods import METHODS
-from tunekit.recipe.trainer_args import CONFIGS, config_fields, owner_hint
+from tunekit.recipe.trainer_args import config_fields, owner_hint
 
-_COMMANDS = ("sft", "dpo", "kto", "orpo", "cpo", "reward", "grpo", "rloo", "distillation")
-_UNREAD = ("gold",)
-"""Methods of tunekit's whose scripts in TRL are not read."""
+_ON_POLICY = ("grpo", "rloo", "gmpo", "distillation")
+_COMMANDS = ("sft", "dpo", "kto", "orpo", "cpo", "reward", *_ON_POLICY)
+"""Methods whose fields are arguments of TRL's by the same name."""
+_READ = (*_COMMANDS, "gkd", "prm")
+"""Methods whose scripts are read: those of others have arguments that mean something else than a recipe's fields."""
+_OF_PRM = ("step_separator", "train_on_last_step_only")
+"""Arguments of PRMTrainer, which TRL had until its version 1."""
 _GENERATION = "temperature top_p top_k min_p repetition_penalty use_vllm vllm_mode"
-_RATES = {"sft": 2e-5, "gkd": 2e-5, "reward": 1e-4}
+_RATES = {"sft": 2e-5, "gkd": 2e-5, "reward": 1e-4, "prm": 1e-5}
 
 
 def prepare(draft: Draft) -> None:
@@ -46,8 +51,11 @@ def _method(draft: Draft) -> str:
     takes.
     """
     task = draft.original.task
-    if task in CONFIGS and task not in _UNREAD:
+    if task in _READ:
         return task
+    if task in METHODS:
+        problem = f"{draft.original.path}: {task}: arguments of TRL's trainer for {task} cannot be carried over"
+        raise RecipeError(problem, hint="write the recipe by hand: `tunekit explain method` lists its fields")
     if task is not None:
         raise draft.no_method(task, task)
     keys = set(draft.original.values)
@@ -84,7 +92,7 @@ def _sources(draft: Draft) -> None:
 def finish(draft: Draft) -> None:
     """Record TRL's defaults for what the file does not set, and what looks wrong."""
     method = draft.method
-    if method in ("grpo", "rloo", "distillation"):
+    if method in _ON_POLICY:
         prompt = draft.get("max_prompt_length", 512)
         hf.room_for_answers(draft, prompt=prompt if isinstance(prompt, int) else 512)
     hf.trainer_defaults(draft, _RATES.get(method, 1e-6))
@@ -166,11 +174,12 @@ def rules(draft: Draft) -> dict[str, Rule]:
     """TRL's arguments, for the command that it is."""
     method, arguments = draft.method, config_fields(draft.method)
     fields = METHODS[method].model_fields.keys() & arguments if method in _COMMANDS else ()
-    generation = _GENERATION.split() if method in ("grpo", "rloo", "distillation") else ()
+    generation = _GENERATION.split() if method in _ON_POLICY else ()
     return {
         **dict.fromkeys(arguments, _pass_on),
         **tool_table("trl").rules(),
         **dict.fromkeys(fields, _field),
         **dict.fromkeys(generation, _generation),
+        **(dict.fromkeys(_OF_PRM, _field) if method == "prm" else {}),
         **(distillation.OF_TRL | dict.fromkeys(("lmbda", "beta"), _field) if method == "gkd" else {}),
     }
