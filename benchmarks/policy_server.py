@@ -30,7 +30,7 @@ class PolicyHandler(Handler):
     model: PreTrainedModel
     log: Path
     waits: dict[str, tuple[str, int]]
-    """What requests wait for, by the tokens of their first prompt."""
+    """Events that requests wait for, by the tokens of their first prompt."""
     num_requests = 0
     num_updates = 0
     one = threading.Lock()

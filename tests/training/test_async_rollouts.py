@@ -107,7 +107,7 @@ class Served:
 
     @property
     def logs(self) -> dict[int, dict]:
-        """What was logged, by step."""
+        """Logged metrics, by step."""
         events = Run(self.folder / "run").events()
         return {event["step"]: event for event in events if event["event"] == "log"}
 
@@ -169,20 +169,20 @@ def test_their_tokens_are_weighted_by_how_much_likelier_the_trained_model_gives_
             ratios.append(float(difference.sum().exp()))
             differences += difference.abs().tolist()
         log = ahead.logs[step + 1]
-        kept = [ratio if ratio <= 3 else 0.0 for ratio in ratios]
+        unmasked = [ratio if ratio <= 3 else 0.0 for ratio in ratios]
         mean = log["sampling/importance_sampling_ratio/mean"]
-        assert mean == pytest.approx(sum(kept) / len(kept), abs=1e-4)
-        found = log["sampling/sampling_logp_difference/mean"]
-        assert found == pytest.approx(sum(differences) / len(differences), abs=1e-5)
-        assert (found > 1e-3) == (step > 0)
+        assert mean == pytest.approx(sum(unmasked) / len(unmasked), abs=1e-4)
+        difference = log["sampling/sampling_logp_difference/mean"]
+        assert difference == pytest.approx(sum(differences) / len(differences), abs=1e-5)
+        assert (difference > 1e-3) == (step > 0)
     assert not math.isclose(mean, 1, abs_tol=1e-3)
 
 
 def test_with_a_longer_lag_the_server_pauses_for_new_weights_and_goes_on_with_them(tmp_path):
     run = Served(tmp_path, 2, "2:update:2", save_steps=STEPS).go()
     assert [run.logs[step]["sample/staleness_mean"] for step in range(1, STEPS + 1)] == [0, 1, 2, 2, 2]
-    asked = [line.get("asked") for line in run.asked]
-    assert asked.count("/pause") == asked.count("/resume") >= 1
+    paths = [line.get("asked") for line in run.asked]
+    assert paths.count("/pause") == paths.count("/resume") >= 1
     models = {}
     for update in range(1, STEPS + 1):
         models[update] = run.model_of(0)

@@ -8,7 +8,7 @@ import torch
 
 import tunekit
 from tests.tiny import make_tokenizer, save_jsonl, save_tiny_model
-from tests.training.watching import cut_off_and_resumed, last_words, logged
+from tests.training.watching import assert_resumed_alike, logged
 from tests.two_tokenizers import make_other_tokenizer, save_other_model
 from tunekit.api import verbs
 from tunekit.errors import DataError, ModelError, RecipeError
@@ -58,10 +58,7 @@ def test_the_distance_from_a_teacher_falls(recipe, adapter, hybrid):
 
 @pytest.mark.slow
 def test_a_run_that_was_cut_off_goes_on_with_the_same_completions(recipe):
-    whole = last_words(tunekit.train(recipe))
-    resumed = last_words(cut_off_and_resumed(recipe, after=9))
-    for name in ("loss", "grad_norm", "on_policy"):
-        assert [resumed[step][name] for step in range(1, 11)] == [whole[step][name] for step in range(1, 11)], name
+    assert_resumed_alike(recipe, ("loss", "grad_norm", "on_policy"), after=9)
 
 
 def plain(folder):

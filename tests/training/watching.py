@@ -3,12 +3,13 @@
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import tunekit
 from tests.waiting import until
 from tunekit.api import verbs
 from tunekit.launching.local import launch
@@ -38,6 +39,14 @@ def cut_off_and_resumed(recipe: Any, *, after: int) -> Run:
     verbs.resume(run)
     assert len(logged(run, "resume")) == 1
     return run
+
+
+def assert_resumed_alike(recipe: Any, names: Sequence[str], *, after: int) -> None:
+    """Assert that metrics of ten steps are to the bit those of a run that was not cut off."""
+    whole = last_words(tunekit.train(recipe))
+    resumed = last_words(cut_off_and_resumed(recipe, after=after))
+    for name in names:
+        assert [resumed[step][name] for step in range(1, 11)] == [whole[step][name] for step in range(1, 11)], name
 
 
 def last_words(run: Run) -> dict[int, dict[str, Any]]:

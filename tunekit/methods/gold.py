@@ -107,13 +107,13 @@ class GOLDTrainer(GKDTrainer):
         # The type of the products is set around a model's own forward pass, which this one replaces.
         with self.accelerator.autocast():
             sizes = [len(inputs["own_last"]), len(inputs["own_before"]), len(places)]
-            wanted = torch.cat([inputs["own_last"], inputs["own_before"], places])
-            own, own_before, trained = torch.split(hidden_states(student, own_inputs, wanted), sizes)
+            positions = torch.cat([inputs["own_last"], inputs["own_before"], places])
+            own, own_before, trained = torch.split(hidden_states(student, own_inputs, positions), sizes)
             teacher = self.accelerator.unwrap_model(self.teacher_model)
             its_sizes = [len(inputs["its_last"]), len(inputs["its_before"])]
-            wanted = torch.cat([inputs["its_last"], inputs["its_before"]])
+            positions = torch.cat([inputs["its_last"], inputs["its_before"]])
             with torch.no_grad():
-                arguments = teacher, its_inputs, wanted
+                arguments = teacher, its_inputs, positions
                 hidden = self._redirected(self.teacher_model, teacher, hidden_states, *arguments)
                 its, its_before = torch.split(hidden, its_sizes)
                 its_lead = self._lead(with_head(teacher, its_before), inputs, "its", self._bound)

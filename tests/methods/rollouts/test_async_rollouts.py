@@ -51,7 +51,7 @@ class Served:
 
 
 def steps_of(trainer, first=0, last=5):
-    """What each step learns from: the updates that the server had when it was asked."""
+    """Updates that the server had when it was asked for the completions of each step."""
     updates = []
     for step in range(first, last):
         trainer.state.global_step = step

@@ -557,7 +557,7 @@ class Step:
 
     @property
     def generates_ahead(self) -> bool:
-        """Whether answers are generated on other devices while it trains on earlier ones."""
+        """True if answers are generated on other devices while it trains on earlier ones."""
         return self.generating is not None and self.generating.is_ahead
 
     @property

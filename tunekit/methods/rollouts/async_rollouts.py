@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tunekit.methods.run_trainer import RunTrainer
 
 Completions = Mapping[str, Any]
-"""What TRL's client returns: token ids and log-probabilities of all completions, by name."""
+"""Token ids and log-probabilities of all completions, by the names of TRL's client."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,7 @@ class _Request:
     def _run(self, ask: Callable[[], Completions]) -> None:
         try:
             self.answer.set_result(ask())
-        except Exception as error:  # noqa: BLE001
-            # It is raised where the completions are due.
+        except Exception as error:  # noqa: BLE001  (it is raised where the completions are due)
             self.answer.set_exception(error)
 
 
@@ -97,7 +96,7 @@ class AsyncRollouts:
         self._step: int | None = None
         """The last step that completions were taken for."""
         self._is_due = False
-        """Whether TRL's next question is that for the completions of the step."""
+        """True if TRL's next question is that for the completions of the step."""
         server = trainer.vllm_generation
         self._client = server.vllm_client
         self._ask: Callable[..., Completions] = self._client.generate
