@@ -2,6 +2,8 @@
 
     python -m benchmarks.policy_server PORT MODEL LOG [REQUEST:update|step:NUMBER ...]
 
+`serve_as_vllm` takes the arguments of `vllm serve` that a run gives to its own server.
+
 It samples at temperature 1, from the prompt, the number of the completion and the model alone. What it is asked for
 comes into the log, a line of JSON each, in the order in which it was done: completions with the log-probability of
 each token and the number of updates of the weights that it was drawn with. The completions of a request, which is named
@@ -9,8 +11,10 @@ by the tokens of its first prompt (`17,4`), wait behind their first token: for a
 run beside the log has logged a step.
 """
 
+import argparse
 import hashlib
 import json
+import os
 import sys
 import threading
 import time
@@ -22,6 +26,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.vllm_server import Handler, serve
+
+LOG = "POLICY_SERVER_LOG"
+"""Variable with the log of a server that a run starts."""
+
+FAILS = "fails.txt"
+"""File beside the log with the error that it ends with at once."""
 
 
 class PolicyHandler(Handler):
@@ -104,13 +114,39 @@ class PolicyHandler(Handler):
 def main() -> None:
     """Serve until killed; print a line once it listens."""
     port, model, log, *waits = sys.argv[1:]
+    _serve(int(port), model, Path(log), waits)
+
+
+def serve_as_vllm() -> None:
+    """Serve until killed, with the command line of vLLM's own, of which all that is not known is an error."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("command", choices=["serve"])
+    parser.add_argument("model")
+    for name in ("host", "dtype", "weight-transfer-config", "logprobs-mode"):
+        parser.add_argument(f"--{name}", required=True)
+    for name in ("port", "max-model-len", "tensor-parallel-size", "data-parallel-size", "api-server-count"):
+        parser.add_argument(f"--{name}", required=True, type=int)
+    for name in ("max-logprobs", "seed"):
+        parser.add_argument(f"--{name}", required=True, type=int)
+    parser.add_argument("--gpu-memory-utilization", required=True, type=float)
+    arguments = parser.parse_args()
+    assert os.environ["VLLM_SERVER_DEV_MODE"] == "1"
+    log = Path(os.environ[LOG])
+    with log.open("a") as lines:
+        lines.write(json.dumps({"pid": os.getpid(), "arguments": vars(arguments)}) + "\n")
+    if (log.parent / FAILS).exists():
+        raise SystemExit((log.parent / FAILS).read_text())
+    _serve(arguments.port, arguments.model, log, [])
+
+
+def _serve(port: int, model: str, log: Path, waits: list[str]) -> None:
     torch.set_num_threads(1)
     PolicyHandler.model = AutoModelForCausalLM.from_pretrained(model).eval()
-    PolicyHandler.log = Path(log)
+    PolicyHandler.log = log
     named = (each.split(":") for each in waits)
     PolicyHandler.waits = {request: (what, int(reached)) for request, what, reached in named}
     PolicyHandler.runs.set()
-    serve(int(port), PolicyHandler)
+    serve(port, PolicyHandler)
 
 
 if __name__ == "__main__":

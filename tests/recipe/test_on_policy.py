@@ -105,9 +105,19 @@ AHEAD = {"max_staleness": 1, **vllm(use_vllm=True, vllm_mode="server", vllm_serv
         (
             "grpo",
             vllm(use_vllm=True, vllm_mode="server", vllm_server_base_url=URL, vllm_gpu_memory_utilization=0.5),
-            "vllm_gpu_memory_utilization: has no effect with vllm_mode server",
+            "vllm_gpu_memory_utilization: has no effect with vllm_server_base_url",
         ),
-        ("rloo", vllm(use_vllm=True, vllm_mode="server"), "vllm_server_base_url: missing, but vllm_mode is server"),
+        (
+            "grpo",
+            vllm(use_vllm=True, vllm_mode="server", vllm_server_base_url=URL, vllm_tensor_parallel_size=2),
+            "vllm_tensor_parallel_size: has no effect with vllm_server_base_url",
+        ),
+        (
+            "rloo",
+            vllm(use_vllm=True, vllm_data_parallel_size=2),
+            "vllm_data_parallel_size: has no effect with vllm_mode colocate",
+        ),
+        ("rloo", vllm(vllm_mode="server"), "vllm_mode: has no effect unless use_vllm is true"),
         (
             "rloo",
             vllm(vllm_mode="server", vllm_server_base_url=URL),

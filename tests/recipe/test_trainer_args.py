@@ -96,8 +96,10 @@ def test_the_defaults_of_generation_are_those_of_trl(method: str) -> None:
     real = real_defaults(method)
     ours = dict(GenerationSection())
     differing = {name for name, value in ours.items() if name not in real or real[name] != value}
-    # Stop texts are among TRL's generation_kwargs; whether vLLM is there, and what is left to it, the plan sees.
-    assert differing == {"stop", "use_vllm", "vllm_gpu_memory_utilization"}
+    # Stop texts are among TRL's generation_kwargs; whether vLLM is there, and what is left to it, the plan sees. In TRL
+    # a server has its sizes from whoever starts it.
+    sizes = {"vllm_tensor_parallel_size", "vllm_data_parallel_size"}
+    assert differing == {"stop", "use_vllm", "vllm_gpu_memory_utilization"} | sizes
 
 
 @pytest.mark.parametrize("method", trainer_args.CONFIGS)

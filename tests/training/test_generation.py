@@ -15,6 +15,7 @@ from tunekit.errors import RunError
 from tunekit.methods.generation import _end, _generate_served, generation_arguments
 from tunekit.planner.plan import VLLM
 from tunekit.recipe.load import load_recipe
+from tunekit.recipe.methods.on_policy import VLLM_GROUP_PORT, VLLM_URL, GenerationSection
 
 STOP = ["a", "e", "i", "o", "u", "0", "1", "2", "bc"]
 
@@ -133,7 +134,9 @@ def test_a_server_without_an_answer_is_named_with_the_reason_and_the_remedy():
     url = "http://127.0.0.1:9"
     problem = rf"no answer from the vLLM server at {url}: \[Errno \d+\] Connection refused"
     with pytest.raises(RunError, match=problem) as error:
-        _generate_served(url, requests.post, f"{url}/v1/completions")
+        _generate_served(
+            GenerationSection(vllm_server_base_url=url).server_words, requests.post, f"{url}/v1/completions"
+        )
     assert "`vllm serve`" in error.value.hint
 
 
@@ -141,13 +144,16 @@ def test_an_answer_of_a_server_with_an_error_is_told_and_other_errors_stay():
     def answer(error):
         raise error
 
+    at_x = GenerationSection(vllm_server_base_url="http://x").server_words
     with pytest.raises(RunError, match=r"no answer from the vLLM server at http://x: 400, too long; "):
-        _generate_served("http://x", answer, Exception("Request failed: 400, too long"))
+        _generate_served(at_x, answer, Exception("Request failed: 400, too long"))
+    with pytest.raises(RunError, match=r"vllm_mode: no answer from the run's vLLM server: 400; see vllm\.log"):
+        _generate_served(GenerationSection().server_words, answer, Exception("Request failed: 400"))
     error = RuntimeError("The vLLM server at http://x has no engine. Restart it with `--engine`.")
     with pytest.raises(
         RunError, match=r"base_url: the vLLM server at http://x has no engine; restart it with `--engine`$"
     ):
-        _generate_served("http://x", answer, error)
+        _generate_served(at_x, answer, error)
     for error in (
         RuntimeError("size mismatch"),
         Exception("it is ours"),
@@ -155,7 +161,7 @@ def test_an_answer_of_a_server_with_an_error_is_told_and_other_errors_stay():
         RunError("x", hint="y"),
     ):
         with pytest.raises(type(error), match=str(error)):
-            _generate_served("http://x", answer, error)
+            _generate_served(at_x, answer, error)
 
 
 @pytest.mark.parametrize("kind", ["grpo", "rloo", "distillation"])
@@ -182,3 +188,15 @@ def test_trls_config_takes_what_the_recipe_and_the_plan_say_of_generation(here, 
         share = 0.4 if vllm.mode == "colocate" else 0.3  # TRL's default, which a server does not look at
         assert (made.vllm_mode, made.vllm_server_base_url, made.vllm_gpu_memory_utilization) == (vllm.mode, url, share)
         assert made.vllm_max_model_length == 64
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "distillation"])
+def test_trls_client_finds_the_server_that_the_run_has_started(here, monkeypatch, kind):
+    monkeypatch.setenv(VLLM_URL, "http://127.0.0.1:1234")
+    monkeypatch.setenv(VLLM_GROUP_PORT, "4321")
+    asked = load_recipe(recipe(kind, generation={"use_vllm": True, "vllm_mode": "server"}))
+    plan = verbs.plan(recipe(kind))
+    plan = plan.model_copy(update={"vllm": VLLM(mode="server", gpu_memory_utilization=0.9)})
+    told = generation_arguments(asked.method, asked.data, plan)
+    assert (told["vllm_server_base_url"], told["vllm_group_port"]) == ("http://127.0.0.1:1234", 4321)
+    assert told["vllm_server_timeout"] == plan.patience_seconds

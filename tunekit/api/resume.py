@@ -8,7 +8,7 @@ from tunekit.launching.ssh_hosts import for_hosts
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.probe.model import probe_model
-from tunekit.probe.nodes import check_may_go_back
+from tunekit.probe.nodes import check_for_launcher
 from tunekit.recipe.load import AnyOverrides, override_words
 from tunekit.recipe.schema import Recipe
 from tunekit.runs.available_actions import ENDED_EARLY, has_checkpoints
@@ -86,7 +86,7 @@ def resumed(
         problem = f"{run.name} is planned for {plan.layout.num_processes} processes, but the launcher started {started}"
         raise PlanError(problem, hint="start as many, or run `tunekit resume` without a launcher")
     if started > 1:
-        check_may_go_back(run.recipe, "a launcher")
+        check_for_launcher(run.recipe, "a launcher")
     if plan.num_nodes > 1 and started == 1 and not nodes:
         raise PlanError(f"{run.name} was planned for {plan.num_nodes} nodes", hint="pass them with --nodes HOST,HOST")
     notes = carry_out(decision)

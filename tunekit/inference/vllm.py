@@ -18,6 +18,7 @@ from tunekit.errors import DependencyError, RunError, TunekitError
 from tunekit.estimates.memory.states import Dtype
 from tunekit.inference.inference_model import Answer, Device, Sampling, Trained, longest_of, room_of, tokenizer_of
 from tunekit.probe.model import model_folder
+from tunekit.process.processes import VLLM_SERVE
 from tunekit.recipe.sections.adapters import LoraAdapter, QloraAdapter
 
 Backend = Literal["auto", "transformers", "vllm"]
@@ -180,7 +181,7 @@ def serve_command(found: Trained, name: str, *, host: str, port: int, dtype: Dty
     An adapter gets the name that is asked for. vLLM serves the model below it too, under the name with `-base`.
     """
     has_adapter = found.adapter is not None
-    words = ["--model", model_folder(found.base), "--host", host, "--port", str(port), "--dtype", dtype]
+    words = [*VLLM_SERVE, model_folder(found.base), "--host", host, "--port", str(port), "--dtype", dtype]
     words += ["--served-model-name", f"{name}-base" if has_adapter else name]
     if found.base.revision is not None:
         words += ["--revision", found.base.revision]
@@ -194,7 +195,7 @@ def serve_command(found: Trained, name: str, *, host: str, port: int, dtype: Dty
         words += ["--enable-lora", "--max-lora-rank", str(_rank_for(found.adapter.rank))]
         words += ["--lora-modules", f"{name}={found.folder}"]
     # Pages of other sites are to get nothing.
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words, "--allowed-origins", "[]"]
+    return [sys.executable, *words, "--allowed-origins", "[]"]
 
 
 def run_server(command: list[str], api_key: str | None) -> None:

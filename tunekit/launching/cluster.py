@@ -30,7 +30,7 @@ from tunekit.files import has_controls, load_template
 from tunekit.planner.decisions.environment import BYTES_PER_TRAINED
 from tunekit.planner.plan import Plan
 from tunekit.probe.hardware import probe_node
-from tunekit.probe.nodes import check_may_go_back
+from tunekit.probe.nodes import check_for_launcher
 from tunekit.recipe.schema import Recipe
 from tunekit.redact import redacted, secret_in
 from tunekit.runs.run import Run
@@ -83,7 +83,7 @@ def command_of(plan: Plan, python: str, folder: str, *, meeting: str) -> str:
     python, folder = shlex.quote(python), shlex.quote(folder)
     if plan.num_nodes == 1:
         return f"{python} -m tunekit.launching.local {folder}"
-    check_may_go_back(plan.recipe, "torchrun")
+    check_for_launcher(plan.recipe, "torchrun")
     torchrun = f"{python} -m torch.distributed.run --nnodes={plan.num_nodes} --nproc-per-node={num_local(plan)}"
     return f"{torchrun} {meeting} -m tunekit.training.worker {folder}"
 

@@ -1,8 +1,8 @@
 """Launch of a run on this machine: its processes, their supervisor, and the queue for devices.
 
-A run of one process trains in this one, unless this is the kernel of a notebook, which stays free, or the run must
-survive its process. Otherwise this process supervises: it passes events on, records the end of the run, and restarts
-the processes if the recipe allows it.
+A run of one process trains in this one, unless this is the kernel of a notebook, which stays free, the run must
+survive its process, or it has a vLLM server. Otherwise this process supervises: it passes events on, records the end of
+the run, and restarts the processes if the recipe allows it.
 
 Runs of this machine wait for devices in one queue: first come, first served, whoever started them. Each run that holds
 or waits for devices has a ticket: a file in the user's state folder, locked by its process while it lives. So a run
@@ -29,10 +29,12 @@ from filelock import FileLock, Timeout
 
 from tunekit.errors import FAULTS, ExchangeError, HostLostError, RunError, Stopped, TunekitError, from_words
 from tunekit.estimates.facts import Hardware
+from tunekit.launching.vllm_server import serving
 from tunekit.planner.plan import Plan
 from tunekit.process.processes import LOG, Group
 from tunekit.process.signals import Wishes, phase_after, stopped, told_of
 from tunekit.process.watchdog import Beat, Pulse, forget_beats
+from tunekit.recipe.methods import generates
 from tunekit.redact import redacting_pipe
 from tunekit.runs.available_actions import words_of
 from tunekit.runs.checkpoints.complete import newest_complete
@@ -62,7 +64,8 @@ def launch(run: Run, listener: Listener | None = None) -> None:
         forget_errors(run)
         # DeepSpeed wants a process group for one process too.
         alone = plan.layout.num_processes == 1 and not plan.layout.strategy.startswith("zero")
-        if alone and not recipe.parallel.max_restarts and not may_go_back(recipe) and not in_notebook():
+        serves = generates(recipe.method) and recipe.method.generation.num_server_devices > 0
+        if alone and not (recipe.parallel.max_restarts or may_go_back(recipe) or in_notebook() or serves):
             # It imports the libraries, which a plan does not need.
             from tunekit.training.worker import work
 
@@ -70,14 +73,14 @@ def launch(run: Run, listener: Listener | None = None) -> None:
             return
 
     @contextlib.contextmanager
-    def start() -> Iterator[Group]:
+    def start() -> Iterator[Processes]:
         words = ["tunekit.training.worker", str(run.path)]
-        with (
-            (run.path / LOG).open("ab") as log,
-            redacting_pipe(log) as output,
-            Group(words, plan.environment, output, num=plan.layout.num_processes) as group,
-        ):
-            yield group
+        with contextlib.ExitStack() as stack:
+            server = stack.enter_context(serving(run)) if serves else None
+            output = stack.enter_context(redacting_pipe(stack.enter_context((run.path / LOG).open("ab"))))
+            variables = {**plan.environment, **({} if server is None else server.variables)}
+            group = stack.enter_context(Group(words, variables, output, num=plan.layout.num_processes))
+            yield group if server is None else server.together_with(group)
 
     supervise(run, start, listener)
 
@@ -359,7 +362,8 @@ def tickets() -> list[Ticket]:
 def devices_of(plan: Plan) -> tuple[str, ...]:
     """The devices of this machine that a plan uses, by UUID."""
     named = plan.environment.get("CUDA_VISIBLE_DEVICES", plan.environment.get("HIP_VISIBLE_DEVICES"))
-    return tuple(named.split(",")) if named else (plan.device.kind,)
+    own = tuple(named.split(",")) if named else (plan.device.kind,)
+    return own if plan.vllm is None else own + plan.vllm.devices
 
 
 def when_served(hardware: Hardware) -> Hardware:

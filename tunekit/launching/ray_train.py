@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunekit.errors import DependencyError, RunError
 from tunekit.launching.local import Follower, raised
-from tunekit.probe.nodes import check_may_go_back
+from tunekit.probe.nodes import check_for_launcher
 from tunekit.process.log_capture import send_nothing
 from tunekit.runs.events import Listener
 from tunekit.runs.record import errors_of, forget_errors
@@ -47,7 +47,7 @@ def train_on_ray(run: Run, address: str | None = None, listener: Listener | None
         raise DependencyError("--ray needs Ray Train", hint="install it with: pip install 'tunekit[ray]'") from error
     from tunekit.training.engines.engine import backend_of
 
-    check_may_go_back(run.recipe, "Ray")
+    check_for_launcher(run.recipe, "Ray")
     forget_request(run.path)
     run.begin()
     forget_errors(run)

@@ -27,6 +27,7 @@ from tunekit.errors import HostLostError, PlanError, RunError
 from tunekit.estimates.facts import Hardware
 from tunekit.launching.local import supervise
 from tunekit.launching.ssh_node import BEAT_SECONDS, LOST_SECONDS, POLL_SECONDS, Message
+from tunekit.probe.nodes import check_starts_no_server
 from tunekit.process.processes import LOG, name_interface
 from tunekit.recipe.load import load_recipe
 from tunekit.recipe.schema import Recipe
@@ -407,8 +408,10 @@ def for_hosts(recipe: Recipe, names: Sequence[str]) -> tuple[Recipe, Hardware]:
 
     Raises:
         RunError: A host cannot be used. It is named.
-        PlanError: The processes that the recipe asks for cannot be spread evenly over the hosts.
+        PlanError: The processes that the recipe asks for cannot be spread evenly over the hosts, or it asks for a vLLM
+            server.
     """
+    check_starts_no_server(recipe, "on hosts")
     with Hosts(names) as hosts:
         hosts.meet()
         hardware = hosts.hardware
@@ -433,6 +436,7 @@ def launch_on(run: Run, names: Sequence[str], listener: Listener | None = None) 
     """
     if run.plan.num_nodes != len(names):
         raise RunError(f"{run.path}: the plan is for {run.plan.num_nodes} nodes, not {len(names)}", hint="pass as many")
+    check_starts_no_server(run.recipe, "on hosts")
     forget_request(run.path)
     run.begin()
     patience = itertools.chain([0], itertools.repeat(RETURN_SECONDS))

@@ -11,6 +11,7 @@ becomes an error with the server's address and the remedy.
 """
 
 import inspect
+import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from tunekit.errors import DataError, RunError
 from tunekit.methods.arguments import Parts, loading_arguments
 from tunekit.methods.run_trainer import GroupOrder, RunTrainer
 from tunekit.planner.plan import Plan
-from tunekit.recipe.methods.on_policy import SERVER_HINT, OnPolicyMethod, RewardedMethod
+from tunekit.recipe.methods.on_policy import VLLM_GROUP_PORT, VLLM_URL, OnPolicyMethod, RewardedMethod, ServerWords
 from tunekit.recipe.sections.data import DataSection
 
 if TYPE_CHECKING:
@@ -57,6 +58,10 @@ def generation_arguments(method: OnPolicyMethod, data: DataSection, plan: Plan) 
     if vllm is None:
         return arguments
     arguments |= {"vllm_mode": vllm.mode, "vllm_max_model_length": data.max_length}
+    if vllm.mode == "server" and generation.num_server_devices:
+        # It is started together with this process.
+        arguments |= {"vllm_server_base_url": os.environ[VLLM_URL], "vllm_group_port": int(os.environ[VLLM_GROUP_PORT])}
+        return {**arguments, "vllm_server_timeout": plan.patience_seconds}
     if vllm.mode == "server":
         return {**arguments, "vllm_server_base_url": generation.vllm_server_base_url}
     return {
@@ -101,9 +106,10 @@ def generating_trainer(base: type, method: OnPolicyMethod, parts: Parts, **given
         parts = replace(parts, train_dataset=with_pictures(parts.train_dataset), eval_dataset=evaluated)
     served = parts.plan.vllm is not None and parts.plan.vllm.mode == "server"
     if served:
-        with _answering(method.generation.vllm_server_base_url):
+        server = method.generation.server_words
+        with _answering(server):
             trainer = parts.trainer(base, **given)
-        trainer.wrap("generate", partial(_generate_served, method.generation.vllm_server_base_url))
+        trainer.wrap("generate", partial(_generate_served, server))
     else:
         trainer = parts.trainer(base, **given)
     if parts.processor is not None:
@@ -113,13 +119,13 @@ def generating_trainer(base: type, method: OnPolicyMethod, parts: Parts, **given
     return trainer
 
 
-def _generate_served(url: str | None, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with _answering(url):
+def _generate_served(server: ServerWords, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _answering(server):
         return generate(*args, **kwargs)
 
 
 @contextmanager
-def _answering(url: str | None) -> Iterator[None]:
+def _answering(server: ServerWords) -> Iterator[None]:
     """Around requests to a vLLM server.
 
     Raises:
@@ -130,24 +136,23 @@ def _answering(url: str | None) -> Iterator[None]:
     try:
         yield
     except RequestException as error:
-        raise _no_answer(url, _innermost(error)) from error
+        raise _no_answer(server, _innermost(error)) from error
     except RuntimeError as error:
         # One that was started without what TRL needs, which TRL names with the server (trl 1.16, `VLLMClient`).
         if not str(error).startswith("The vLLM server at "):
             raise
         problem, _, hint = str(error).rstrip(".").rpartition(". ")
-        problem = f"method.generation.vllm_server_base_url: {problem[0].lower()}{problem[1:]}"
+        problem = f"{server.key}: {problem[0].lower()}{problem[1:]}"
         raise RunError(problem, hint=f"{hint[0].lower()}{hint[1:]}") from error
     except Exception as error:
         # TRL has no other class for an answer with an error's status (trl 1.16, `VLLMClient._post`).
         if type(error) is not Exception or not str(error).startswith("Request failed: "):
             raise
-        raise _no_answer(url, str(error).removeprefix("Request failed: ")) from error
+        raise _no_answer(server, str(error).removeprefix("Request failed: ")) from error
 
 
-def _no_answer(url: str | None, reason: str) -> RunError:
-    problem = f"method.generation.vllm_server_base_url: no answer from the vLLM server at {url}: {reason[:300]}"
-    return RunError(problem, hint=SERVER_HINT)
+def _no_answer(server: ServerWords, reason: str) -> RunError:
+    return RunError(f"{server.key}: no answer from {server.name}: {reason[:300]}", hint=server.hint)
 
 
 def _innermost(error: BaseException) -> str:

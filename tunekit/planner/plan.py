@@ -89,7 +89,9 @@ class VLLM(Facts):
 
     mode: Literal["colocate", "server"]
     gpu_memory_utilization: float | None = None
-    """Share of each device's whole memory; None for a server, which is started with a share of its own."""
+    """Share of each device's whole memory; None for a server that the run does not start."""
+    devices: tuple[str, ...] = ()
+    """Values of CUDA_VISIBLE_DEVICES for the server that the run starts; none where they are not known."""
 
 
 class Plan(Facts):

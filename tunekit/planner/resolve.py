@@ -53,13 +53,15 @@ def resolve(
     Raises:
         PlanError: The recipe asks for what this machine cannot do, or does not fit it.
     """
-    hardware = hardware.with_processes(recipe.parallel.num_processes)
+    hardware, server_devices = backends.split_for_server(recipe, hardware.with_processes(recipe.parallel.num_processes))
     model = _as_trained(model, recipe)
     dtype, why_dtype = choose_dtype(recipe, hardware.device)
     attention, why_attention = backends.choose_attention(recipe, hardware, model, dtype, reads_media=bool(data.media))
     check_recipe(recipe, hardware, model, attention, dtype, teacher)
     check_media(recipe, model, data, attention, teacher)
+    backends.check_server(recipe, model, server_devices)
     setting = setting_of(recipe, hardware, model, records, data=data, teacher=teacher)
+    setting = replace(setting, server_devices=server_devices)
     check_rows(recipe, data, attention, setting.passes)
     setting, chosen, why_generated = _with_generation(setting, _choose(setting))
     fitting, layout = chosen.fit, chosen.fit.layout

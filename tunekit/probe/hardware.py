@@ -82,7 +82,7 @@ def probe_node() -> Hardware:
         cxx=which(os.environ.get("CXX", "g++")) is not None,
         environment={name: os.environ[name] for name in DECIDED if name in os.environ},
         deepspeed=find_spec("deepspeed") is not None,
-        vllm=find_spec("vllm") is not None,
+        vllm=_has_vllm(),
         figures=figures_of(used),
         note="; ".join(notes) or None,
     )
@@ -114,6 +114,14 @@ def with_nodes(node: Hardware, environment: Mapping[str, str]) -> Hardware:
         }
     )
     return hardware.with_processes(launch.num_processes)
+
+
+MIN_VLLM = Version("0.24")
+"""The first vLLM that takes devices by UUID in CUDA_VISIBLE_DEVICES, as plans name them."""
+
+
+def _has_vllm() -> bool:
+    return find_spec("vllm") is not None and Version(version("vllm")) >= MIN_VLLM
 
 
 def _is_installed(name: str) -> bool:

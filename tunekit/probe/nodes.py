@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tunekit.errors import PlanError
+from tunekit.recipe.methods import generates
 from tunekit.recipe.schema import Recipe
 
 ACCELERATE = {
@@ -96,15 +97,15 @@ def with_started(recipe: Recipe, environment: Mapping[str, str]) -> Recipe:
             f"parallel.max_restarts: only {launch.launcher} can restart its processes",
             hint="unset it, or run `tunekit train` without a launcher; `tunekit resume` resumes a run",
         )
-    check_may_go_back(recipe, launch.launcher)
+    check_for_launcher(recipe, launch.launcher)
     for name, (values, what, hint) in ACCELERATE.items():
         if environment.get(name, "").lower() in values:
             raise PlanError(f"accelerate launch sets {what}, which the plan decides ({name})", hint=hint)
     return recipe.model_copy(update={"parallel": requested.model_copy(update={"num_processes": num})})
 
 
-def check_may_go_back(recipe: Recipe, launcher: str) -> None:
-    """Refuse what asks for processes that are started again, where somebody else starts them.
+def check_for_launcher(recipe: Recipe, launcher: str) -> None:
+    """Refuse what asks for processes that tunekit starts, where somebody else starts them.
 
     Raises:
         PlanError: The recipe asks for it.
@@ -118,6 +119,19 @@ def check_may_go_back(recipe: Recipe, launcher: str) -> None:
                 f"{name}: only {launcher} can restart its processes",
                 hint="unset it, or run `tunekit train` without a launcher",
             )
+    check_starts_no_server(recipe, f"under {launcher}")
+
+
+def check_starts_no_server(recipe: Recipe, where: str) -> None:
+    """Refuse a vLLM server that the run starts, for runs whose processes are not started on this machine by tunekit.
+
+    Raises:
+        PlanError: The recipe asks for it.
+    """
+    if generates(recipe.method) and recipe.method.generation.num_server_devices:
+        problem = f"method.generation.vllm_mode: no vLLM server is started for runs {where}"
+        hint = "start `vllm serve`, and set method.generation.vllm_server_base_url"
+        raise PlanError(problem, hint=hint)
 
 
 def _share(launch: Launch, num_visible: int) -> tuple[int, str | None]:

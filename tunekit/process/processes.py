@@ -29,6 +29,9 @@ SUPERVISOR = "TUNEKIT_SUPERVISOR"
 STORE_SOCKET = "TUNEKIT_STORE_SOCKET"
 """Variable with the file descriptor of the store's socket, for rank 0."""
 
+VLLM_SERVE = ("-m", "vllm.entrypoints.cli.main", "serve")
+"""Arguments of Python that start a vLLM server, before the model."""
+
 LOG = "launcher.log"
 """File of a run folder with the standard output and error of its processes, besides their own logs."""
 
@@ -124,6 +127,11 @@ class Group:
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, until - time.monotonic()))
+
+    def terminate(self) -> None:
+        """Ask all of them to exit, by SIGTERM."""
+        for process in self._processes:
+            process.terminate()
 
     def end(self) -> None:
         """Kill all of them."""

@@ -37,7 +37,6 @@ import psutil
 from tunekit.errors import ExchangeError, RunError, StandstillError
 from tunekit.planner.plan import Plan
 from tunekit.recipe.methods import generates
-from tunekit.recipe.methods.on_policy import SERVER_HINT
 from tunekit.runs.record import Record, errors_of
 from tunekit.runs.run import SEEN_SECONDS, Run
 from tunekit.runs.small_files import RANKS, Place, beats_in, identity_of, is_alive, wait_for, write_whole
@@ -377,9 +376,9 @@ def silent_server(plan: Plan, beat: Beat, seconds: float) -> RunError | None:
     if plan.vllm is None or plan.vllm.mode != "server" or beat.rank or beat.at not in ("generation", "tools"):
         return None
     assert generates(method)
-    url = method.generation.vllm_server_base_url
-    problem = f"method.generation.vllm_server_base_url: the vLLM server at {url} has not answered for {seconds:.0f} s"
-    return StandstillError(f"{problem}, {where(beat)}", hint=SERVER_HINT)
+    server = method.generation.server_words
+    problem = f"{server.key}: {server.name} has not answered for {seconds:.0f} s, {where(beat)}"
+    return StandstillError(problem, hint=server.hint)
 
 
 def no_sign_of(beat: Beat) -> str:

@@ -51,6 +51,7 @@ class Setting:
         why_reserve: Which runs that was learned from, None where it was not.
         teacher: The model to learn from, for distillation.
         by_vllm: Whether vLLM generates answers.
+        server_devices: Devices of the vLLM server that the run starts.
         media: Kinds of media of the rows.
         row_pixel_values: Values of the pixels of a row, at the most; None where that is not known.
     """
@@ -66,6 +67,7 @@ class Setting:
     why_reserve: str | None
     teacher: ModelFacts | None = None
     by_vllm: bool = False
+    server_devices: tuple[Device, ...] = ()
     media: tuple[MediaKind, ...] = ()
     row_pixel_values: int | None = None
 
@@ -112,7 +114,9 @@ class Setting:
 
     def vllm(self, layout: Layout) -> VLLM | None:
         """Return how vLLM is used, where it generates answers."""
-        return backends.vllm_of(self.recipe, self.model, self.device, layout) if self.by_vllm else None
+        if not self.by_vllm:
+            return None
+        return backends.vllm_of(self.recipe, self.model, self.device, layout, self.server_devices)
 
     def may_offload(self, layout: Layout) -> bool:
         """Return whether the plan decides on offloaded activations, and a layout can have them."""

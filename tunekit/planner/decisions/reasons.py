@@ -491,8 +491,15 @@ def generation_reasons(recipe: Recipe, vllm: VLLM | None, why: str, speed: Speed
     if not generates(recipe.method):
         return
     choice = "transformers, all answers of a step at once"
-    if vllm is not None and vllm.gpu_memory_utilization is None:
-        choice = f"vLLM server, {recipe.method.generation.vllm_server_base_url}"
+    generation = recipe.method.generation
+    if vllm is not None and vllm.mode == "server":
+        num = generation.num_server_devices
+        choice = f"vLLM server, {generation.vllm_server_base_url}"
+        if num:
+            choice = (
+                f"vLLM server on {num} other device{'s' * (num > 1)}, {vllm.gpu_memory_utilization:.0%} of their memory"
+            )
+            why += "; started and stopped with the run"
         why += "; server throughput unknown, estimated as on these devices"
     elif vllm is not None:
         choice = f"vLLM on the training devices, {vllm.gpu_memory_utilization:.0%} of their memory"

@@ -7,7 +7,7 @@ Common half of methods that learn the probabilities of another model, the teache
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -50,8 +50,24 @@ rewarded_spec = partial(
 )
 """Spec of a method whose answers are rewarded, of what it has for itself."""
 
-SERVER_HINT = "see the server's log, start it again with `vllm serve`, and resume the run"
-"""Remedy where a vLLM server does not answer."""
+VLLM_URL, VLLM_GROUP_PORT = "TUNEKIT_VLLM_URL", "TUNEKIT_VLLM_GROUP_PORT"
+"""Variables with the URL of the run's vLLM server, and the port for sending it weights."""
+
+
+@dataclass(frozen=True)
+class ServerWords:
+    """Words of errors of a vLLM server.
+
+    Attributes:
+        key: The field that it comes from.
+        name: The server.
+        hint: The remedy where it does not answer.
+    """
+
+    key: str
+    name: str
+    hint: str
+
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -85,14 +101,37 @@ class GenerationSection(SamplingSection):
     """Generate with vLLM instead of transformers. `auto`: if it is installed and there is a GPU."""
 
     vllm_mode: Literal["colocate", "server"] = "colocate"
-    """Where vLLM runs: on the training devices (`colocate`), or on a server (`vllm serve`)."""
+    """Where vLLM runs: on the training devices (`colocate`), or on other devices (`server`)."""
 
     vllm_server_base_url: str | None = None
-    """URL of the vLLM server, such as `http://host:8000`."""
+    """URL of a vLLM server that runs already, such as `http://host:8000`. Default: the run starts one on devices of
+    this machine that it does not train on, and stops it at its end."""
+
+    vllm_tensor_parallel_size: Annotated[int | None, Field(gt=0)] = None
+    """Number of devices over which the server that the run starts splits a model. Default: 1."""
+
+    vllm_data_parallel_size: Annotated[int | None, Field(gt=0)] = None
+    """Number of models on the server that the run starts. Default: 1."""
 
     vllm_gpu_memory_utilization: Annotated[float | None, Field(gt=0, lt=1)] = None
-    """Share of device memory for colocated vLLM: its copy of the weights and its KV cache. Default: chosen by the
-    plan."""
+    """Share of device memory for vLLM: its copy of the weights and its KV cache. Default: chosen by the plan where vLLM
+    is colocated, 0.9 of the devices of a server that the run starts."""
+
+    @property
+    def num_server_devices(self) -> int:
+        """Devices of the server that the run starts; 0 where it starts none."""
+        if self.use_vllm is not True or self.vllm_mode != "server" or self.vllm_server_base_url is not None:
+            return 0
+        return (self.vllm_tensor_parallel_size or 1) * (self.vllm_data_parallel_size or 1)
+
+    @property
+    def server_words(self) -> ServerWords:
+        """Words of errors of the vLLM server."""
+        key, url = "method.generation", self.vllm_server_base_url
+        if url is None:
+            return ServerWords(f"{key}.vllm_mode", "the run's vLLM server", "see vllm.log in the run's folder")
+        hint = "see the server's log, start it again with `vllm serve`, and resume the run"
+        return ServerWords(f"{key}.vllm_server_base_url", f"the vLLM server at {url}", hint)
 
 
 class OnPolicyMethod(MethodSection):
@@ -297,22 +336,21 @@ class PolicyGradientMethod(RewardedMethod):
 def _conflicts_of_generation(method: OnPolicyMethod) -> Iterator[Conflict]:
     """Yield vLLM settings that belong to another mode, and arguments that set the same twice."""
     generation, section = method.generation, ("method", "generation")
-    of_mode = {"server": "vllm_gpu_memory_utilization", "colocate": "vllm_server_base_url"}
-    unread, why = [of_mode[generation.vllm_mode]], f"vllm_mode {generation.vllm_mode}"
+    url, share = "vllm_server_base_url", "vllm_gpu_memory_utilization"
+    sizes = ("vllm_tensor_parallel_size", "vllm_data_parallel_size")
+    unread: tuple[str, ...] = ()
     if generation.use_vllm is False:
-        unread, why = [*of_mode.values()], "use_vllm false"
+        unread, why = (url, *sizes, share), "use_vllm false"
+    elif generation.vllm_mode == "colocate":
+        unread, why = (url, *sizes), "vllm_mode colocate"
+    elif generation.vllm_server_base_url is not None:
+        unread, why = (*sizes, share), "vllm_server_base_url"
     for name in unread:
         if dict(generation)[name] is not None:
             yield Conflict((*section, name), f"has no effect with {why}", "unset one of them")
-    if generation.vllm_mode == "server":
-        if generation.use_vllm is not True:
-            what = "has no effect unless use_vllm is true"
-            yield Conflict((*section, "vllm_mode"), what, "set method.generation.use_vllm=true")
-        elif generation.vllm_server_base_url is None:
-            what = "missing, but vllm_mode is server"
-            yield Conflict(
-                (*section, "vllm_server_base_url"), what, "set the URL of the server, such as http://host:8000"
-            )
+    if generation.vllm_mode == "server" and generation.use_vllm is not True:
+        what = "has no effect unless use_vllm is true"
+        yield Conflict((*section, "vllm_mode"), what, "set method.generation.use_vllm=true")
     kwargs = method.trainer_args.get("generation_kwargs")
     for name in kwargs if isinstance(kwargs, dict) else {}:
         if name in _OWNERS:
