@@ -6,6 +6,7 @@ names of gradio's style sheet, so that a chart follows the theme.
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -20,6 +21,9 @@ MAX_DRAWN = 600
 
 COLOURS = ("#3b82f6", "#f59e0b", "#10b981", "#ef4444", "#a855f7", "#06b6d4", "#ec4899", "#84cc16")
 """Of curves; all can be told from light and from dark."""
+
+MIN_CLIPPED = 10
+"""Points of a curve from which on some may be outliers."""
 
 OUTLIERS = 0.02
 """Share of the values at either end that `clip` leaves out of the axis."""
@@ -196,8 +200,9 @@ def spec_of(
     view = view if kind.is_noisy else replace(view, smoothing=0)
     rows = list(_rows(curves, view, words, unit, several=len(runs) > 1))
     planned = planned_bytes / GIB if planned_bytes and kind.key == "memory" else None
-    values = [row["y"] for row in rows] + ([planned] if planned is not None else [])
-    y_scale = ({"type": "log"} if view.is_log else {"type": "linear", "zero": False}) | _clipped(values, view)
+    y_scale = {"type": "log"} if view.is_log else {"type": "linear", "zero": False}
+    if view.clip:
+        y_scale |= _clipped(rows, planned)
     labels = list(dict.fromkeys(row["c"] for row in rows))
     layers = _layers(rows, view)
     if planned is not None:
@@ -210,8 +215,9 @@ def spec_of(
         "title": {"text": title, "subtitle": " · ".join(helps)},
         "description": f"{title}: {', '.join(labels)}",
         "width": "container",
-        "height": 270,
-        "autosize": {"type": "fit", "contains": "padding"},
+        # Of the plot alone, so that the axes of charts with and without a legend are in one line.
+        "height": 200,
+        "autosize": {"type": "fit-x", "contains": "padding"},
         "background": "transparent",
         "data": {"values": rows},
         "encoding": _encoding(kind, labels, x_title, y_scale, words, x_axis=_few_steps(rows, view)),
@@ -384,13 +390,18 @@ def _planned(planned: float, words: Words) -> dict[str, Any]:
     }
 
 
-def _clipped(values: Sequence[float], view: View) -> dict[str, Any]:
-    """The axis of values without outliers."""
-    if not view.clip or len(values) < 10:
-        return {}
-    ordered = sorted(values)
-    cut = max(1, int(OUTLIERS * len(ordered)))
-    least, most = ordered[cut], ordered[-1 - cut]
+def _clipped(rows: Sequence[dict[str, Any]], planned: float | None) -> dict[str, Any]:
+    """The axis without each curve's outliers: those of what is drawn in full, not of faint values behind a mean."""
+    of_curve: dict[int, list[float]] = defaultdict(list)
+    for row in rows:
+        if row["k"] != "faint":
+            of_curve[row["g"]].append(row["y"])
+    within = [] if planned is None else [planned]
+    for values in of_curve.values():
+        values.sort()
+        cut = max(1, int(OUTLIERS * len(values))) if len(values) >= MIN_CLIPPED else 0
+        within += [values[cut], values[-1 - cut]]
+    least, most = min(within, default=0.0), max(within, default=0.0)
     return {"domain": [least, most], "nice": False} if least < most else {}
 
 

@@ -50,35 +50,38 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
                 min_width=160,
             )
             is_log = gr.Checkbox(label=words("runs.log_scale"), elem_id="compare-log-scale", min_width=120)
+            clip = gr.Checkbox(label=words("runs.clip"), elem_id="compare-clip", min_width=120)
         plot = gr.Plot(show_label=False, container=False, elem_id="compare-plot", elem_classes="runs-chart")
         parts = [_part(words, key) for key in ("recipes", "results", "samples")]
     seen_state = gr.Textbox("", visible=False)
     tick = gr.Timer(site.tick_seconds)
 
     stored = kept_looks()
-    keep(stored, smoothing=smoothing, is_log=is_log, by=by)
+    keep(stored, smoothing=smoothing, is_log=is_log, by=by, clip=clip)
 
     def opened(kept: Any, request: gr.Request) -> list[Any]:
         names = [line.name for line in listing_of(site.root).lines()]
         looks = looks_in(kept)
         return [
             gr.Dropdown(choices=names, value=asked_for(request, names)),
-            *(looks[key] for key in ("by", "smoothing", "is_log")),
+            *(looks[key] for key in ("by", "smoothing", "is_log", "clip")),
         ]
 
-    def refresh(names: list[str], kind: str | None, by: str, smoothing: float, is_log: bool, seen: str) -> list[Any]:
-        view = charts.View(smoothing, is_log, "time" if by == "time" else "step")
+    def refresh(
+        names: list[str], kind: str | None, by: str, smoothing: float, is_log: bool, clip: bool, seen: str
+    ) -> list[Any]:
+        view = charts.View(smoothing, is_log, "time" if by == "time" else "step", clip)
         return look(site, words, names or [], kind, view, seen)
 
     update: dict[str, Any] = {
         "fn": refresh,
-        "inputs": [runs, kind, by, smoothing, is_log, seen_state],
+        "inputs": [runs, kind, by, smoothing, is_log, clip, seen_state],
         "outputs": [message, several, kind, plot, *parts, seen_state],
         "show_progress": "hidden",
         "trigger_mode": "always_last",
     }
-    page.load(opened, stored, [runs, by, smoothing, is_log], show_progress="hidden").then(**update)
-    for listen in (tick.tick, runs.input, kind.input, by.input, smoothing.input, is_log.input):
+    page.load(opened, stored, [runs, by, smoothing, is_log, clip], show_progress="hidden").then(**update)
+    for listen in (tick.tick, runs.input, kind.input, by.input, smoothing.input, is_log.input, clip.input):
         listen(**update)
     runs.input(None, runs, None, js=ADDRESS)
 

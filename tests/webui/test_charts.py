@@ -150,6 +150,23 @@ def test_outliers_are_left_out_of_the_axis_and_kept_in_the_data():
     assert "domain" not in charts.spec_of(LOSS, [curve], View(), WORDS)["encoding"]["y"]["scale"]
 
 
+def test_outliers_are_those_of_each_curve_as_it_is_drawn():
+    noisy = Curve("mine", "loss", [(float(step), 1.0 + (step == 50) * 1e6) for step in range(100)])
+    few = Curve("mine", "eval_loss", [(0.0, 5.0), (50.0, 4.0), (99.0, 3.0)])
+    spec = charts.spec_of(LOSS, [noisy, few], View(clip=True), WORDS)
+    assert spec["encoding"]["y"]["scale"]["domain"] == [1.0, 5.0]
+    smooth = charts.spec_of(LOSS, [noisy], View(clip=True, smoothing=0.5), WORDS)
+    faint = {row["x"] for row in smooth["data"]["values"] if row["k"] == "faint" and row["y"] == 1e6}
+    assert faint == {50.0} and smooth["encoding"]["y"]["scale"]["domain"][1] < 1e6
+
+
+def test_the_plot_of_a_chart_with_a_legend_is_as_high_as_that_of_one_without():
+    one = charts.spec_of(LOSS, [Curve("mine", "loss", [(1.0, 2.0)])], View(), WORDS)
+    several = charts.spec_of(LOSS, [Curve(run, "loss", [(1.0, 2.0)]) for run in ("a", "b")], View(), WORDS)
+    assert one["encoding"]["color"]["legend"] is None and several["encoding"]["color"]["legend"] is not None
+    assert one["height"] == several["height"] and one["autosize"]["type"] == several["autosize"]["type"] == "fit-x"
+
+
 def test_several_runs_have_a_colour_each_and_keep_their_names():
     curves = [Curve(run, name, [(1.0, 2.0)]) for run in ("one", "two") for name in ("loss", "eval_loss")]
     spec = charts.spec_of(LOSS, curves, View(), WORDS)
