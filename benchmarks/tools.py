@@ -13,6 +13,7 @@ reads the calls, and answers them by the environments' classes, on 256 held-out 
 - `reward`: right answers less 0.2 for each use, or that of the games.
 - `found`: the share of games in which the number was found. Guesses at random find 19 of 27, those among the numbers
   that the hints leave all.
+- `ruled out`: the share of guesses after the first that the hints had ruled out.
 - `guesses`: guesses of those games that found it.
 - `minutes` of the whole run, worth something on a machine that does nothing else.
 """
@@ -138,17 +139,31 @@ def guess(player: Player, num: int = 256) -> dict[str, float]:
     for number, game in enumerate(games):
         game.reset(seed=10**6 + number)
 
+    left, guesses, ruled_out, found = [(1, HIGHEST)] * num, [0] * num, 0, [False] * num
+
     def call(one: int, text: str) -> str:
-        return games[one].guess(**json.loads(text)["arguments"])
+        nonlocal ruled_out
+        number = json.loads(text)["arguments"]["number"]
+        hint = games[one].guess(number)
+        if hint == "the game is over":
+            return hint
+        guesses[one] += 1
+        ruled_out += not left[one][0] <= number <= left[one][1]
+        found[one] = hint == "right"
+        if " to " in hint:
+            low, high = hint.partition(", ")[2].split(" to ")
+            left[one] = int(low), int(high)
+        return hint
 
     prompt = json.loads(find_example("games_eval.jsonl").read_text(encoding="utf-8").splitlines()[0])["prompt"][0]
     player.play([prompt] * num, [GuessNumber.guess], call)
-    rewards = [game.get_reward() for game in games]
-    won = [reward for reward in rewards if reward > 0]
+    later = sum(guesses) - sum(number > 0 for number in guesses)
     return {
-        "found": len(won) / num,
-        "reward": sum(rewards) / num,
-        "guesses": sum(1 + (1 - reward) / 0.1 for reward in won) / max(1, len(won)),
+        "found": sum(found) / num,
+        "ruled out": ruled_out / max(1, later),
+        "reward": sum(game.get_reward() for game in games) / num,
+        "guesses": sum(number for number, is_found in zip(guesses, found, strict=True) if is_found)
+        / max(1, sum(found)),
     }
 
 

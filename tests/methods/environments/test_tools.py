@@ -92,7 +92,21 @@ def test_a_game_is_lost_after_the_last_guess():
     hint = game.guess(wrong)
     assert hint.startswith("higher, " if wrong < game._number else "lower, ")
     assert game.guess(wrong) == "wrong, the game is over"
-    assert (game.guess(game._number), game.get_reward()) == ("the game is over", 0.0)
+    # The second guess was ruled out by the first.
+    assert game.guess(game._number) == "the game is over"
+    assert game.get_reward() == pytest.approx(-0.5)
+
+
+def test_a_guess_that_the_hints_rule_out_costs_more():
+    game = GuessNumber(highest=3, num_guesses=3)
+    rewards = {}
+    for guesses in ((2, 1), (1, 3, 2), (3, 2, 1), (1, 1, 1)):
+        game.reset(seed=0)
+        game._number = guesses[-1] if guesses != (1, 1, 1) else 3
+        hints = [game.guess(number) for number in guesses]
+        assert (hints[-1] == "right") == (guesses != (1, 1, 1))
+        rewards[guesses] = round(game.get_reward(), 6)
+    assert rewards == {(2, 1): 0.9, (1, 3, 2): 0.8, (3, 2, 1): 0.8, (1, 1, 1): -0.9}
 
 
 def test_a_hint_contains_the_range_that_is_left_also_after_a_guess_outside_of_it():

@@ -12,12 +12,13 @@ class GuessNumber:
         self._number = 1
         self._range = (1, highest)
         self._num_wrong = 0
+        self._num_ruled_out = 0
         self._is_found = False
 
     def reset(self, seed: int) -> None:
         """Think of a number."""
         self._number = random.Random(seed).randint(1, self._highest)
-        self._num_wrong, self._is_found = 0, False
+        self._num_wrong, self._num_ruled_out, self._is_found = 0, 0, False
         self._range = (1, self._highest)
 
     def guess(self, number: int) -> str:
@@ -32,6 +33,7 @@ class GuessNumber:
             self._is_found = True
             return "right"
         self._num_wrong += 1
+        self._num_ruled_out += not self._range[0] <= number <= self._range[1]
         if self._num_wrong == self._num_guesses:
             return "wrong, the game is over"
         lowest, highest = self._range
@@ -40,5 +42,5 @@ class GuessNumber:
         return f"{'higher' if is_higher else 'lower'}, {self._range[0]} to {self._range[1]}"
 
     def get_reward(self) -> float:
-        """Return 1 for the number, less 0.1 for each wrong guess; 0 where it was not found."""
-        return 1 - 0.1 * self._num_wrong if self._is_found else 0.0
+        """Return 1 for the number, less 0.1 for each wrong guess, and 0.3 for each that the hints had ruled out."""
+        return self._is_found - 0.1 * self._num_wrong - 0.3 * self._num_ruled_out
