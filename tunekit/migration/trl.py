@@ -108,13 +108,30 @@ def finish(draft: Draft) -> None:
     attention = str(draft.get("attn_implementation", ""))
     if draft.get("packing") is True and method != "gkd" and "flash" not in attention and "varlen" not in attention:
         hf.suspect_packing(draft, "packing", "flash attention")
-    if method == "sft" and draft.get("assistant_only_loss") is None and draft.get("completion_only_loss") is None:
-        what = "TRL trains on every token of a chat unless assistant_only_loss is on; the recipe on the assistant's"
-        draft.differ("assistant_only_loss", False, f"{what} (data.loss_on: all does the same)", remedy="data.loss_on")
+    if method == "sft":
+        _differences_of_sft(draft)
+    if method == "kto" and draft.get("train_sampling_strategy") is None:
+        draft.assume({"data.shuffle": False})
+        size = draft.get("per_device_train_batch_size", 8)
+        what = "the unrelated completions of the KL term are of the same micro-batch, which the plan makes as large as "
+        what += f"fits (train.micro_batch_size: {size} does the same)"
+        draft.differ("per_device_train_batch_size", size, what, remedy="train.micro_batch_size")
     hf.suspect_beta(draft)
     for key in ("load_in_4bit", "load_in_8bit"):
         if draft.get(key) and not draft.get("use_peft"):
             draft.suspect(key, f"{key} without use_peft: quantized weights cannot be trained")
+
+
+def _differences_of_sft(draft: Draft) -> None:
+    if draft.get("assistant_only_loss") is None and draft.get("completion_only_loss") is None:
+        what = "TRL trains on every token of a chat unless assistant_only_loss is on; the recipe on the assistant's"
+        draft.differ("assistant_only_loss", False, f"{what} (data.loss_on: all does the same)", remedy="data.loss_on")
+    if not draft.get("assistant_only_loss") and draft.get("completion_only_loss") is not False:
+        what = "of chats as prompt and completion, TRL also trains on what the template writes after the last answer"
+        draft.differ("completion_only_loss", True, what)
+    if draft.get("dataset_text_field") is not None and not draft.get("packing"):
+        what = "TRL truncates texts longer than max_length; the recipe continues them in the next sequence"
+        draft.differ("max_length", draft.get("max_length", 1024), what)
 
 
 # Single keys
