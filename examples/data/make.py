@@ -12,7 +12,7 @@
 - `sums.jsonl`, `sums_eval.jsonl`: sums of three digits, and what they come to.
 
 - `priced_calls.jsonl.gz`, `priced_calls_eval.jsonl.gz`: sums and products, of which every second one asks a calculator.
-- `games_calls.jsonl.gz`, `games_calls_eval.jsonl.gz`: games in which a number is guessed by calls, and every second
+- `games_calls.jsonl.gz`, `games_calls_eval.jsonl.gz`: games in which a number is guessed by calls, and every fourth
   guess is any number, whatever the hints.
 - `priced.jsonl`, `priced_eval.jsonl`: sums and products of two digits, and what they come to.
 - `games.jsonl`, `games_eval.jsonl`: the prompt of a game, once for each game.
@@ -333,12 +333,12 @@ GUESS = {"role": "user", "content": f"Guess my number, from 1 to {HIGHEST}."}
 
 
 def with_guesses(rng: random.Random) -> list[dict[str, object]]:
-    """Turns of a game, in which every second guess is any of the numbers, the others any that the hints leave."""
+    """Turns of a game, in which every fourth guess is any of the numbers, the others any that the hints leave."""
     game = GuessNumber(HIGHEST, NUM_GUESSES)
     game.reset(seed=rng.getrandbits(32))
     low, high, turns = 1, HIGHEST, [GUESS]
     while True:
-        number = rng.randint(1, HIGHEST) if rng.random() < 0.5 else rng.randint(low, high)
+        number = rng.randint(1, HIGHEST) if rng.random() < 0.25 else rng.randint(low, high)
         hint = game.guess(number)
         turns += [_calls("guess", "", number=number), _result("guess", hint)]
         if hint == "right" or "over" in hint:
