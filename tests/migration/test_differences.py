@@ -26,6 +26,7 @@ TORCHTUNE = {
     "batch_size": 1,
 }
 OWN = "the recipe uses the model's own chat template, which may format rows differently"
+AFTER = "writes after the end token of an answer; the recipe up to that token"
 CHAT = {"path": "chats.jsonl", "type": "chat_template"}
 
 
@@ -199,6 +200,23 @@ SAME = [
     (SWIFT, {"truncation_strategy": "delete"}),
     (LLAMA_FACTORY, {"dataset": "chats"}),
 ]
+
+
+@pytest.mark.parametrize("name", ["chatml", "qwen", "llama3"])
+def test_a_newline_that_llama_factory_trains_on_is_in_the_report(name) -> None:
+    report = made(LLAMA_FACTORY, dataset="chats", template=name)
+    words = [line.words for line in report.different if line.key == "train_on_prompt"]
+    assert words == ([] if name == "llama3" else [f"LLaMA-Factory also trains on the newline that {name} {AFTER}"])
+
+
+def test_kto_rows_that_are_whole_chats_are_named() -> None:
+    tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+    columns = {"messages": "messages", "kto_tag": "label"}
+    info = {"rated": {"file_name": "rated.json", "formatting": "sharegpt", "columns": columns, "tags": tags}}
+    Path("data").mkdir()
+    Path("data/dataset_info.json").write_text(json.dumps(info))
+    report = made({**LLAMA_FACTORY, "stage": "kto", "dataset": "rated"})
+    assert any("KTO does not read whole chats" in each.words for each in report.suspicious)
 
 
 @pytest.mark.parametrize(("config", "more"), SAME)

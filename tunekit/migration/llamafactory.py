@@ -132,6 +132,12 @@ def finish(draft: Draft) -> None:
     elif draft.get("stage", "sft") != "pt":
         what = "LLaMA-Factory truncates all turns of a row longer than cutoff_len, questions and answers"
         draft.differ("cutoff_len", draft.values["data.max_length"], f"{what}; {reason('cut')}")
+    if draft.get("stage", "sft") == "sft" and not truth(draft.get("train_on_prompt", False)):
+        name = text(draft.get("template", "default")).lower()
+        after = tool_table("llama-factory").words["after_answers"].get(name)
+        if after is not None:
+            what = f"LLaMA-Factory also trains on the {after} that {name} writes after the end token of an answer"
+            draft.differ("train_on_prompt", False, f"{what}; the recipe up to that token")
     if draft.get("packing") is True and not draft.get("neat_packing"):
         hf.suspect_packing(draft, "packing", "neat_packing")
     if draft.get("finetuning_type") == "full" and draft.get("quantization_bit"):
@@ -186,6 +192,8 @@ def _source(draft: Draft, said: dict[str, Any], folder: str) -> dict[str, Any]:
     split = said.get("split")
     path = str(hub) if hub else f"{folder}/{said.get('file_name', said.get('script_url', ''))}"
     format_, columns = _shape(said, draft.values["method.type"], draft.get("stage"))
+    if draft.values["method.type"] == "kto" and format_ in ("messages", "sharegpt"):
+        draft.suspect("dataset", f"{path}: KTO does not read whole chats; split each into a prompt and a completion")
     image_folder = None
     media: dict[str, Any] = {name: theirs[name] for name in ("images", "audios", "videos") if name in theirs}
     if media:
