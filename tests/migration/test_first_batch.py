@@ -16,7 +16,7 @@ from trl import GRPOTrainer
 
 import tunekit
 from tests.tiny import save_jsonl
-from tests.training.watching import seeing
+from tests.training.watching import micro_batches, seeing
 from tunekit.methods.run_trainer import RunTrainer
 from tunekit.migration.migration import migrate
 
@@ -124,19 +124,12 @@ def folder(tmp_path, monkeypatch):
 @contextmanager
 def first_step(trainer: type, command: str) -> Iterator[list[dict[str, torch.Tensor]]]:
     """The micro-batches that are trained on within it; of GRPO the scored completions."""
-    batches: list[dict[str, torch.Tensor]] = []
     if command == "grpo":
+        batches: list[dict[str, torch.Tensor]] = []
         with seeing(GRPOTrainer, "_generate_and_score_completions", lambda _, scored: batches.append(scored)):
             yield batches
         return
-    original = trainer.training_step
-
-    def step(self, model, inputs, *args, **kwargs):
-        batches.append({name: value.clone() for name, value in inputs.items() if torch.is_tensor(value)})
-        return original(self, model, inputs, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "training_step", step)
+    with micro_batches(trainer) as batches:
         yield batches
 
 

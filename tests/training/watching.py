@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import tunekit
 from tests.waiting import until
@@ -69,6 +70,23 @@ def seeing(cls: type, method: str, see: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         setattr(cls, method, original)
+
+
+@contextlib.contextmanager
+def micro_batches(trainer: type) -> Iterator[list[dict[str, Any]]]:
+    """The tensors of the micro-batches that trainers of a class train on within it."""
+    batches: list[dict[str, Any]] = []
+    original = trainer.training_step
+
+    def step(self, model, inputs, *args, **kwargs):
+        batches.append({name: value.clone() for name, value in inputs.items() if torch.is_tensor(value)})
+        return original(self, model, inputs, *args, **kwargs)
+
+    trainer.training_step = step
+    try:
+        yield batches
+    finally:
+        trainer.training_step = original
 
 
 @contextlib.contextmanager
