@@ -111,7 +111,10 @@ def write_rows(folder: Path) -> None:
         (folder / f"{name}.json").write_text(json.dumps(rows))
 
 
-def rows_of(batches: list[dict[str, torch.Tensor]]) -> list[tuple[list[int], list[int]]]:
+Row = tuple[list[int], list[int]]
+
+
+def rows_of(batches: list[dict[str, torch.Tensor]]) -> list[Row]:
     """Token ids of rows, and whether each of them but the first is trained on; sorted."""
     rows = []
     for batch in batches:
@@ -122,10 +125,10 @@ def rows_of(batches: list[dict[str, torch.Tensor]]) -> list[tuple[list[int], lis
     return sorted(rows)
 
 
-def differences(theirs: list[tuple[list[int], list[int]]], ours: list[tuple[list[int], list[int]]]) -> str:
-    """Describe the rows whose labels differ; an empty text where none do."""
+def differences(pairs: list[tuple[Row, Row]]) -> str:
+    """Describe the rows of equal ids whose labels differ; an empty text where none do."""
     num = [0, 0]
-    for (ids, expected), (_, learned) in zip(theirs, ours, strict=True):
+    for (ids, expected), (_, learned) in pairs:
         places = [place for place, pair in enumerate(zip(expected, learned, strict=True), 1) if pair[0] != pair[1]]
         if places:
             num[all(ids[place - 1] == END_TOKEN and expected[place - 1] for place in places)] += 1
@@ -148,8 +151,9 @@ def compare(name: str, python: str) -> tuple[str, str]:
         with micro_batches(RunTrainer) as batches:
             tunekit.train(report.recipe, ["output.sample_prompts=[]"])
     ours = rows_of(batches)
-    ids = "equal" if [row[0] for row in theirs] == [row[0] for row in ours] else "differ"
-    labels = "not compared" if ids == "differ" else differences(theirs, ours) or "equal"
+    same = [pair for pair in zip(theirs, ours, strict=True) if pair[0][0] == pair[1][0]]
+    ids = "equal" if len(same) == len(ours) else f"{len(same)} rows equal"
+    labels = differences(same) or "equal"
     named = ", ".join(line.key for line in report.different) or "-"
     return told["version"], f"| {name} | {len(ours)} | {ids} | {labels} | {named} |"
 

@@ -170,7 +170,7 @@ def test_vllm_would_serve_the_adapter_under_the_name_of_the_run(run):
 
     words = serve_command(find_trained(run), run.name, host="127.0.0.1", port=8000, dtype="auto")
     given = dict(itertools.pairwise(words))
-    assert given["--model"] == str(PICO) and given["--served-model-name"] == f"{run.name}-base"
+    assert given["serve"] == str(PICO) and given["--served-model-name"] == f"{run.name}-base"
     assert given["--lora-modules"] == f"{run.name}={run.model_path.resolve()}" and "--enable-lora" in words
     assert given["--max-lora-rank"] == "16" and given["--chat-template"].endswith("chat_template.jinja")
 
