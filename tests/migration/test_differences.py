@@ -26,7 +26,7 @@ TORCHTUNE = {
     "batch_size": 1,
 }
 OWN = "the recipe uses the model's own chat template, which may format rows differently"
-AFTER = "writes after the end token of an answer; the recipe up to that token"
+AFTER = "writes after the end token of an answer, and counts it where it truncates turns; the recipe does not"
 CHAT = {"path": "chats.jsonl", "type": "chat_template"}
 
 

@@ -136,8 +136,8 @@ def finish(draft: Draft) -> None:
         name = text(draft.get("template", "default")).lower()
         after = tool_table("llama-factory").words["after_answers"].get(name)
         if after is not None:
-            what = f"LLaMA-Factory also trains on the {after} that {name} writes after the end token of an answer"
-            draft.differ("train_on_prompt", False, f"{what}; the recipe up to that token")
+            what = f"LLaMA-Factory also trains on the {after} that {name} writes after the end token of an answer, and "
+            draft.differ("train_on_prompt", False, f"{what}counts it where it truncates turns; the recipe does not")
     if draft.get("packing") is True and not draft.get("neat_packing"):
         hf.suspect_packing(draft, "packing", "neat_packing")
     if draft.get("finetuning_type") == "full" and draft.get("quantization_bit"):
