@@ -145,8 +145,8 @@ def compare(name: str, python: str) -> tuple[str, str]:
         Path("theirs.py").write_text(THEIRS)
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         subprocess.run([python, "-W", "ignore", "theirs.py"], env=environment, check=True, capture_output=True)
-        told = json.loads(Path("theirs.json").read_text())
-        theirs = rows_of([{key: torch.tensor(value) for key, value in batch.items()} for batch in told["batches"]])
+        dumped = json.loads(Path("theirs.json").read_text())
+        theirs = rows_of([{key: torch.tensor(value) for key, value in batch.items()} for batch in dumped["batches"]])
         report = migrate("config.yaml", tool="llama-factory")
         with micro_batches(RunTrainer) as batches:
             tunekit.train(report.recipe, ["output.sample_prompts=[]"])
@@ -155,7 +155,7 @@ def compare(name: str, python: str) -> tuple[str, str]:
     ids = "equal" if len(same) == len(ours) else f"{len(same)} rows equal"
     labels = differences(same) or "equal"
     named = ", ".join(line.key for line in report.different) or "-"
-    return told["version"], f"| {name} | {len(ours)} | {ids} | {labels} | {named} |"
+    return dumped["version"], f"| {name} | {len(ours)} | {ids} | {labels} | {named} |"
 
 
 def main() -> None:

@@ -194,9 +194,9 @@ def test_trls_config_takes_what_the_recipe_and_the_plan_say_of_generation(here, 
 def test_trls_client_finds_the_server_that_the_run_has_started(here, monkeypatch, kind):
     monkeypatch.setenv(VLLM_URL, "http://127.0.0.1:1234")
     monkeypatch.setenv(VLLM_GROUP_PORT, "4321")
-    asked = load_recipe(recipe(kind, generation={"use_vllm": True, "vllm_mode": "server"}))
+    loaded = load_recipe(recipe(kind, generation={"use_vllm": True, "vllm_mode": "server"}))
     plan = verbs.plan(recipe(kind))
     plan = plan.model_copy(update={"vllm": VLLM(mode="server", gpu_memory_utilization=0.9)})
-    told = generation_arguments(asked.method, asked.data, plan)
-    assert (told["vllm_server_base_url"], told["vllm_group_port"]) == ("http://127.0.0.1:1234", 4321)
-    assert told["vllm_server_timeout"] == plan.patience_seconds
+    arguments = generation_arguments(loaded.method, loaded.data, plan)
+    assert (arguments["vllm_server_base_url"], arguments["vllm_group_port"]) == ("http://127.0.0.1:1234", 4321)
+    assert arguments["vllm_server_timeout"] == plan.patience_seconds

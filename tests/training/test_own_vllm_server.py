@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 def servers(run):
-    """What the servers of a run were started with."""
+    """Process IDs and arguments of the servers that a run started."""
     return [line for line in run.asked if "pid" in line]
 
 

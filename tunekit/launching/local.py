@@ -29,7 +29,7 @@ from filelock import FileLock, Timeout
 
 from tunekit.errors import FAULTS, ExchangeError, HostLostError, RunError, Stopped, TunekitError, from_words
 from tunekit.estimates.facts import Hardware
-from tunekit.launching.vllm_server import serving
+from tunekit.launching.vllm_server import WithServer, serving
 from tunekit.planner.plan import Plan
 from tunekit.process.processes import LOG, Group
 from tunekit.process.signals import Wishes, phase_after, stopped, told_of
@@ -80,7 +80,7 @@ def launch(run: Run, listener: Listener | None = None) -> None:
             output = stack.enter_context(redacting_pipe(stack.enter_context((run.path / LOG).open("ab"))))
             variables = {**plan.environment, **({} if server is None else server.variables)}
             group = stack.enter_context(Group(words, variables, output, num=plan.layout.num_processes))
-            yield group if server is None else server.together_with(group)
+            yield group if server is None else WithServer(server, group)
 
     supervise(run, start, listener)
 

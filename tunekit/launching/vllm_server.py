@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from tunekit.errors import RunError
 from tunekit.probe.model import model_folder
@@ -33,6 +32,10 @@ SIGNALED = 128
 """Added to the number of a signal that ended the server, in the exit code."""
 
 
+class _EndedError(Exception):
+    """The server has exited."""
+
+
 @dataclass(frozen=True)
 class Server:
     """A server that runs.
@@ -40,48 +43,23 @@ class Server:
     Attributes:
         process: Its process.
         variables: Environment variables for the processes that train.
-        log: Its output.
     """
 
     process: Group
     variables: Mapping[str, str]
-    log: Path
-
-    def together_with(self, group: Group) -> "WithServer":
-        """Processes that end if the server does."""
-        return WithServer(self, group)
-
-    def check(self) -> None:
-        """Check that it runs.
-
-        Raises:
-            RunError: It has exited.
-        """
-        code = self.process.codes()[0]
-        if code is None:
-            return
-        # Negative where the process that started the server was killed, too.
-        killed_by = {int(each): each.name for each in signal.Signals}.get(-code if code < 0 else code - SIGNALED)
-        ended = f"exited with code {code}" if killed_by is None else f"was killed by {killed_by}"
-        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        last = f": {lines[-1][:300]}" if lines else ""
-        raise RunError(f"method.generation.vllm_mode: the run's vLLM server {ended}{last}", hint=f"see {self.log}")
 
 
 @dataclass(frozen=True)
 class WithServer:
-    """The processes of a run beside its server."""
+    """The processes of a run, which end if its server does."""
 
     server: Server
     group: Group
 
     def codes(self) -> dict[int, int | None]:
-        """Return exit codes by rank.
-
-        Raises:
-            RunError: The server has exited.
-        """
-        self.server.check()
+        """Return exit codes by rank; the end of the server ends the block of `serving` with an error."""
+        if self.server.process.codes()[0] is not None:
+            raise _EndedError
         return self.group.codes()
 
     def wait(self, seconds: float) -> None:
@@ -95,6 +73,9 @@ def serving(run: Run) -> Iterator[Server]:
 
     Args:
         run: The run; its recipe asks for a server of its own.
+
+    Raises:
+        RunError: It has exited before.
     """
     port, group_port = _free_ports(2)
     variables = {"VLLM_SERVER_DEV_MODE": "1"}
@@ -102,13 +83,30 @@ def serving(run: Run) -> Iterator[Server]:
     if plan.vllm is not None and plan.vllm.devices:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(plan.vllm.devices)
     words = ["tunekit.launching.vllm_server", *serve_command(run, port)]
-    with log.open("ab") as file, redacting_pipe(file) as output, Group(words, variables, output) as process:
-        url = {VLLM_URL: f"http://127.0.0.1:{port}", VLLM_GROUP_PORT: str(group_port)}
-        try:
-            yield Server(process, url, log)
-        finally:
-            process.terminate()
-            process.wait(STOP_SECONDS)
+    # Earlier attempts of the run have written there, too.
+    start = log.stat().st_size if log.exists() else 0
+    try:
+        with log.open("ab") as file, redacting_pipe(file) as output, Group(words, variables, output) as process:
+            url = {VLLM_URL: f"http://127.0.0.1:{port}", VLLM_GROUP_PORT: str(group_port)}
+            try:
+                yield Server(process, url)
+            finally:
+                code = process.codes()[0]
+                process.terminate()
+                process.wait(STOP_SECONDS)
+    except _EndedError:
+        # All that it wrote is in the log by now.
+        assert code is not None
+        lines = log.read_bytes()[start:].decode(errors="replace").strip().splitlines()
+        last = f": {lines[-1][:300]}" if lines else ""
+        problem = f"method.generation.vllm_mode: the run's vLLM server {_ended(code)}{last}"
+        raise RunError(problem, hint=f"see {log}") from None
+
+
+def _ended(code: int) -> str:
+    # Negative where the process that started the server was killed, too.
+    killed_by = {int(each): each.name for each in signal.Signals}.get(-code if code < 0 else code - SIGNALED)
+    return f"exited with code {code}" if killed_by is None else f"was killed by {killed_by}"
 
 
 def serve_command(run: Run, port: int) -> list[str]:

@@ -101,7 +101,7 @@ class GenerationSection(SamplingSection):
     """Generate with vLLM instead of transformers. `auto`: if it is installed and there is a GPU."""
 
     vllm_mode: Literal["colocate", "server"] = "colocate"
-    """Where vLLM runs: on the training devices (`colocate`), or on other devices (`server`)."""
+    """Devices of vLLM: those that are trained on (`colocate`), or others (`server`)."""
 
     vllm_server_base_url: str | None = None
     """URL of a vLLM server that runs already, such as `http://host:8000`. Default: the run starts one on devices of
