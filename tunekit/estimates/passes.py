@@ -1,7 +1,7 @@
 """Passes of a training method besides one forward and one backward pass, and their memory.
 
 What a method does in a step stands with its section (`tunekit.recipe.methods.spec`). Where vLLM generates
-(`tunekit.planner.decisions.backends`) there is no cache of transformers'. The memory of a teacher, a second, frozen
+(`tunekit.planner.decisions.vllm`) there is no cache of transformers'. The memory of a teacher, a second, frozen
 model and the comparison with it, is a closed form; a test compares its peak with a trace of TRL's loss.
 
 Symbols: h hidden size, i intermediate size, q = heads x head size, kv = key-value heads x head size, e bytes of the

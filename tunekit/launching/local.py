@@ -34,7 +34,6 @@ from tunekit.planner.plan import Plan
 from tunekit.process.processes import LOG, Group
 from tunekit.process.signals import Wishes, phase_after, stopped, told_of
 from tunekit.process.watchdog import Beat, Pulse, forget_beats
-from tunekit.recipe.methods import generates
 from tunekit.redact import redacting_pipe
 from tunekit.runs.available_actions import words_of
 from tunekit.runs.checkpoints.complete import newest_complete
@@ -64,7 +63,7 @@ def launch(run: Run, listener: Listener | None = None) -> None:
         forget_errors(run)
         # DeepSpeed wants a process group for one process too.
         alone = plan.layout.num_processes == 1 and not plan.layout.strategy.startswith("zero")
-        serves = generates(recipe.method) and recipe.method.generation.num_server_devices > 0
+        serves = recipe.method.num_server_devices > 0
         if alone and not (recipe.parallel.max_restarts or may_go_back(recipe) or in_notebook() or serves):
             # It imports the libraries, which a plan does not need.
             from tunekit.training.worker import work

@@ -58,7 +58,7 @@ def generation_arguments(method: OnPolicyMethod, data: DataSection, plan: Plan) 
     if vllm is None:
         return arguments
     arguments |= {"vllm_mode": vllm.mode, "vllm_max_model_length": data.max_length}
-    if vllm.mode == "server" and generation.num_server_devices:
+    if vllm.mode == "server" and method.num_server_devices:
         # It is started together with this process.
         arguments |= {"vllm_server_base_url": os.environ[VLLM_URL], "vllm_group_port": int(os.environ[VLLM_GROUP_PORT])}
         return {**arguments, "vllm_server_timeout": plan.patience_seconds}

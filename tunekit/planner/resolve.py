@@ -24,6 +24,7 @@ from tunekit.planner.decisions.checks import (
     choose_dtype,
     refusal,
 )
+from tunekit.planner.decisions.vllm import check_server, split_for_server, why_no_vllm, why_no_vllm_in
 from tunekit.planner.plan import VARLEN, Plan, Reason, Rejected, gib, used_of
 from tunekit.recipe.edits import edits
 from tunekit.recipe.methods import generates
@@ -53,13 +54,13 @@ def resolve(
     Raises:
         PlanError: The recipe asks for what this machine cannot do, or does not fit it.
     """
-    hardware, server_devices = backends.split_for_server(recipe, hardware.with_processes(recipe.parallel.num_processes))
+    hardware, server_devices = split_for_server(recipe, hardware.with_processes(recipe.parallel.num_processes))
     model = _as_trained(model, recipe)
     dtype, why_dtype = choose_dtype(recipe, hardware.device)
     attention, why_attention = backends.choose_attention(recipe, hardware, model, dtype, reads_media=bool(data.media))
     check_recipe(recipe, hardware, model, attention, dtype, teacher)
     check_media(recipe, model, data, attention, teacher)
-    backends.check_server(recipe, model, server_devices)
+    check_server(recipe, model, server_devices)
     setting = setting_of(recipe, hardware, model, records, data=data, teacher=teacher)
     setting = replace(setting, server_devices=server_devices)
     check_rows(recipe, data, attention, setting.passes)
@@ -301,8 +302,8 @@ def _with_generation(setting: Setting, chosen: _Chosen) -> tuple[Setting, _Chose
         return setting, chosen, "prompts have images"
     if hardware.vllm is None:
         return setting, chosen, "unknown whether vLLM is installed there"
-    refused = backends.why_no_vllm(recipe, hardware, setting.model)
-    why = refused[0] if refused is not None else backends.why_no_vllm_in(recipe, chosen.fit.layout)
+    refused = why_no_vllm(recipe, hardware, setting.model)
+    why = refused[0] if refused is not None else why_no_vllm_in(recipe, chosen.fit.layout)
     if why is None:
         other = replace(setting, by_vllm=True)
         fitting = fit(other, chosen.fit.layout, chosen.candidate.num_nodes)

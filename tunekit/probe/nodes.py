@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tunekit.errors import PlanError
-from tunekit.recipe.methods import generates
 from tunekit.recipe.schema import Recipe
 
 ACCELERATE = {
@@ -128,7 +127,7 @@ def check_starts_no_server(recipe: Recipe, where: str) -> None:
     Raises:
         PlanError: The recipe asks for it.
     """
-    if generates(recipe.method) and recipe.method.generation.num_server_devices:
+    if recipe.method.num_server_devices:
         problem = f"method.generation.vllm_mode: no vLLM server is started for runs {where}"
         hint = "start `vllm serve`, and set method.generation.vllm_server_base_url"
         raise PlanError(problem, hint=hint)

@@ -1,4 +1,4 @@
-"""Choice of what computes a layer: attention, padding, kernels, torch.compile and float8; and of the answering engine.
+"""Choice of what computes a layer: attention, padding, kernels, torch.compile and float8.
 
 Attention. Rows that are padded have sdpa, which needs no mask but a causal one. Rows that are padding-free are
 told their boundaries: flash attention does no more work than for each alone, wherever a device has it, and on a CPU one
@@ -24,17 +24,11 @@ torch.compile and float8 change how a layer is computed and nothing of what: lay
 so that they share what was compiled for the first, and weights keep their names. Products in float8 (torchao's, dynamic
 scales for whole tensors) have factors of 8 bits and weights in float32, and are slower than 16 bits unless they are
 compiled.
-
-vLLM (TRL 1.16). Colocated, every device has a vLLM of its own beside the trained model
-(trl/generation/vllm_generation.py): a copy of all weights, which is given new values whenever answers are due, and a
-cache. It takes its share of a device's whole memory when it starts, and keeps it. A server has devices of its own. No
-run stands behind these figures: they are formulas.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from math import ceil
 from pathlib import Path
 
 from tunekit.errors import PlanError
@@ -46,9 +40,8 @@ from tunekit.estimates.models.architectures import ATTENTION_LAYERS
 from tunekit.estimates.models.model_config import model_types
 from tunekit.estimates.passes import SFT, Passes
 from tunekit.files import read_table
-from tunekit.planner.plan import VARLEN, VLLM, FlashAttention, Kernels, Reason, gib
-from tunekit.recipe.methods import generates, has_teacher
-from tunekit.recipe.methods.on_policy import GenerationSection
+from tunekit.planner.plan import VARLEN, FlashAttention, Kernels, Reason
+from tunekit.recipe.methods import has_teacher
 from tunekit.recipe.methods.spec import HeadKind, MethodSection
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
@@ -638,155 +631,3 @@ def _forms(hardware: Hardware) -> str:
     if hardware.triton is False:
         return "torch implementations (Triton is not installed); most of the gain is from the loss head"
     return "Triton, for every module they match; the log lists the others"
-
-
-BATCHED_TOKENS = 4096
-"""Tokens that vLLM computes at once, as TRL starts it."""
-
-VALUE_BYTES = 2
-"""Of a weight and in its cache: what is stored in float32 becomes 16-bit there."""
-
-USUAL_SHARE = 0.3
-"""Share of a device's memory that TRL gives vLLM by default. More is taken only where the weights alone need it."""
-
-
-def why_no_vllm(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> tuple[str, str] | None:
-    """Return why vLLM cannot generate for a recipe on a machine in any layout, and the remedy; None where it can."""
-    method = recipe.method
-    assert generates(method)
-    if hardware.vllm is False:
-        return "vLLM 0.24 or newer is not installed", "pip install 'tunekit[vllm]'"
-    if hardware.device.kind != "cuda" or hardware.device.gfx is not None:
-        return f"vLLM is supported on CUDA devices only; this is {hardware.device.name}", "unset use_vllm"
-    if isinstance(recipe.adapter, QloraAdapter):
-        why = "TRL merges the adapter into the quantized weights for vLLM and unmerges it, which rounds them each "
-        return f"{why}time", "use adapter.type=lora, or unset use_vllm"
-    if model.loaded_for(recipe.model).rope_scaling is not None:
-        return "vLLM loads the model without model.rope_scaling", "unset use_vllm"
-    if model.new_tokens:
-        return "vLLM loads the model without the tokens that the recipe adds", "unset use_vllm"
-    if recipe.train.averages and (recipe.data.eval is not None or recipe.data.eval_size is not None):
-        # It notes the step of the weights (trl 1.16, `_last_loaded_step`), of which there are two then.
-        return "after an evaluation, vLLM would keep generating with the averaged weights", "unset use_vllm"
-    return method.why_no_vllm()
-
-
-def why_no_vllm_in(recipe: Recipe, layout: Layout) -> str | None:
-    """Return why TRL cannot keep vLLM's weights up to date in a layout; None where it can."""
-    if layout.offload_param_device != "none":
-        return "vLLM cannot be updated from offloaded weights"
-    if layout.strategy == "fsdp2" and not isinstance(recipe.adapter, FullAdapter):
-        return "TRL cannot merge an adapter into FSDP2-sharded weights, as vLLM needs"
-    return None
-
-
-SERVER_SHARE = 0.9
-"""Share of the memory of its devices that a vLLM server takes by default, as vLLM has it."""
-
-SERVED_AT_ONCE = 256
-"""Sequences that a vLLM server computes at once, at the least (vLLM 0.31, `max_num_seqs`)."""
-
-
-def split_for_server(recipe: Recipe, hardware: Hardware) -> tuple[Hardware, tuple[Device, ...]]:
-    """Return the hardware that is left to train on, and the devices of the vLLM server that the run starts.
-
-    The server gets the last accelerators.
-
-    Raises:
-        PlanError: None would be left, or there are several nodes.
-    """
-    num = recipe.method.generation.num_server_devices if generates(recipe.method) else 0
-    if not num or hardware.device.kind != "cuda":
-        return hardware, ()
-    key, there_are = "method.generation.vllm_mode", len(hardware.accelerators)
-    if hardware.num_nodes > 1:
-        problem = f"{key}: a vLLM server is started on a single node; there are {hardware.num_nodes}"
-        hint = "start `vllm serve` on one of them, and set method.generation.vllm_server_base_url"
-        raise PlanError(problem, hint=hint)
-    if num >= there_are:
-        problem = f"{key}: a vLLM server on {num} of {there_are} {hardware.device.name} leaves none to train on"
-        raise PlanError(problem, hint="set method.generation.vllm_mode=colocate, or use more devices")
-    left = hardware.model_copy(update={"accelerators": hardware.accelerators[:-num]})
-    return left, hardware.accelerators[-num:]
-
-
-def check_server(recipe: Recipe, model: ModelFacts, devices: Sequence[Device]) -> None:
-    """Check that a vLLM server of the run's own has room for the model.
-
-    Args:
-        recipe: What is asked for.
-        model: The model.
-        devices: The server's; none where the run starts none.
-
-    Raises:
-        PlanError: It cannot be split over them, or does not fit, or others use them.
-    """
-    if not devices:
-        return
-    assert generates(recipe.method)
-    generation = recipe.method.generation
-    parts, share = generation.vllm_tensor_parallel_size or 1, _server_share(generation)
-    if model.num_heads % parts:
-        problem = f"method.generation.vllm_tensor_parallel_size: {parts} does not divide the {model.num_heads} heads"
-        raise PlanError(f"{problem} of {model.path}", hint="set a divisor")
-    device = min(devices, key=lambda device: device.memory_free_bytes)
-    room = int(share * device.memory_total_bytes)
-    needed = _fixed_bytes(model, SERVED_AT_ONCE) // parts + _cached_token_bytes(model) * recipe.data.max_length // parts
-    if needed > room:
-        problem = f"method.generation.vllm_mode: a vLLM server needs {gib(needed)} of each device for {model.path}; "
-        problem += f"{share:.0%} of a {device.name} is {gib(room)}"
-        raise PlanError(problem, hint="raise method.generation.vllm_tensor_parallel_size")
-    if room > device.memory_free_bytes:
-        problem = f"method.generation.vllm_gpu_memory_utilization: {share:.0%} of a {device.name} is {gib(room)}, but "
-        problem += f"{gib(device.memory_free_bytes)} are free"
-        raise PlanError(problem, hint="lower it, or end what uses the device")
-
-
-def _server_share(generation: GenerationSection) -> float:
-    return generation.vllm_gpu_memory_utilization or SERVER_SHARE
-
-
-def vllm_of(
-    recipe: Recipe, model: ModelFacts, device: Device, layout: Layout, server_devices: Sequence[Device]
-) -> VLLM:
-    """The vLLM of a layout: with the share that the recipe asks for, or else what its weights and the answers need.
-
-    Args:
-        recipe: What is asked for.
-        model: The model.
-        device: One that is trained on.
-        layout: How the run is spread.
-        server_devices: Those of the vLLM server that the run starts.
-    """
-    method = recipe.method
-    assert generates(method)
-    generation = method.generation
-    if generation.vllm_mode == "server":
-        if not generation.num_server_devices:
-            return VLLM(mode="server")
-        names = tuple(device.visible_as for device in server_devices if device.visible_as is not None)
-        return VLLM(mode="server", gpu_memory_utilization=_server_share(generation), devices=names)
-    if generation.vllm_gpu_memory_utilization is not None:
-        return VLLM(mode="colocate", gpu_memory_utilization=generation.vllm_gpu_memory_utilization)
-    num_sequences = -(-recipe.train.global_batch_size // layout.num_batches)
-    fixed = _fixed_bytes(model, num_sequences)
-    sequence_bytes = _cached_token_bytes(model) * recipe.data.max_length
-    usual = USUAL_SHARE * device.memory_total_bytes
-    needed = min(fixed + num_sequences * sequence_bytes, max(fixed + sequence_bytes, usual))
-    return VLLM(mode="colocate", gpu_memory_utilization=ceil(100 * needed / device.memory_total_bytes) / 100)
-
-
-def vllm_bytes(vllm: VLLM, device: Device) -> int:
-    """Return the bytes that vLLM takes of each device that trains."""
-    share = vllm.gpu_memory_utilization if vllm.mode == "colocate" else None
-    return int((share or 0) * device.memory_total_bytes)
-
-
-def _cached_token_bytes(model: ModelFacts) -> int:
-    return 2 * VALUE_BYTES * model.num_kv_heads * model.head_dim * model.num_layers
-
-
-def _fixed_bytes(model: ModelFacts, num_sequences: int) -> int:
-    """Its copy of the weights, a layer's activations of `BATCHED_TOKENS`, and logits of a token of each sequence."""
-    layer = BATCHED_TOKENS * VALUE_BYTES * (3 * model.intermediate_size + 4 * model.hidden_size)
-    return VALUE_BYTES * model.num_params + layer + 12 * model.vocab_size * num_sequences

@@ -24,6 +24,7 @@ from tunekit.estimates.memory.pictures import PictureLoad
 from tunekit.estimates.memory.states import Dtype, reference_of
 from tunekit.estimates.passes import Passes, passes_of
 from tunekit.planner.decisions import backends
+from tunekit.planner.decisions.vllm import vllm_bytes, vllm_of
 from tunekit.planner.plan import VARLEN, VLLM, Kernels, Plan, Reason, gib
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.adapters import FullAdapter
@@ -116,7 +117,7 @@ class Setting:
         """Return how vLLM is used, where it generates answers."""
         if not self.by_vllm:
             return None
-        return backends.vllm_of(self.recipe, self.model, self.device, layout, self.server_devices)
+        return vllm_of(self.recipe, self.model, self.device, layout, self.server_devices)
 
     def may_offload(self, layout: Layout) -> bool:
         """Return whether the plan decides on offloaded activations, and a layout can have them."""
@@ -170,7 +171,7 @@ class Setting:
             devices_per_node=layout.num_processes // num_nodes,
             reserve_share=self.reserve_share,
             passes=self.passes_in(layout),
-            vllm_bytes=0 if vllm is None else backends.vllm_bytes(vllm, self.device),
+            vllm_bytes=0 if vllm is None else vllm_bytes(vllm, self.device),
             scores_length=whole if of_rows == "eager" else None,
             activation_offloading=offloading,
             mlp_tile_tokens=self.model.hidden_size if tiled else None,

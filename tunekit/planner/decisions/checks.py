@@ -26,6 +26,7 @@ from tunekit.planner.decisions import backends
 from tunekit.planner.decisions.adapters import adapter_faults, start_refusal
 from tunekit.planner.decisions.candidates import Setting, divisors
 from tunekit.planner.decisions.published import published_faults, published_refusals
+from tunekit.planner.decisions.vllm import why_no_vllm, why_no_vllm_in
 from tunekit.planner.plan import VARLEN
 from tunekit.recipe.methods import generates, has_teacher, is_rewarded
 from tunekit.recipe.schema import Recipe
@@ -160,7 +161,7 @@ def _faults(
         problem += f"{model.vocab_size:,}; probabilities are compared token by token"
         yield problem, "use a larger model of the same family as the teacher, or method gold"
     if generates(recipe.method) and recipe.method.generation.use_vllm is True:
-        obstacle = backends.why_no_vllm(recipe, hardware, model)
+        obstacle = why_no_vllm(recipe, hardware, model)
         if obstacle is not None:
             yield f"method.generation.use_vllm: {obstacle[0]}", obstacle[1]
     yield from backends.float8_faults(recipe, hardware, model, dtype)
@@ -523,7 +524,7 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
         why = "a checkpoint of sharded weights does not contain the synced reference model"
         yield why, "use ddp, or unset method.trainer_args.sync_ref_model"
     if setting.by_vllm:
-        yield backends.why_no_vllm_in(recipe, layout), "unset method.generation.use_vllm"
+        yield why_no_vllm_in(recipe, layout), "unset method.generation.use_vllm"
     if setting.model.origin is not None and layout.strategy in ("fsdp2", "zero3"):
         yield from _origin_refusals(recipe, setting.model.origin, layout)
     if recipe.model.kernels != "auto":

@@ -493,7 +493,7 @@ def generation_reasons(recipe: Recipe, vllm: VLLM | None, why: str, speed: Speed
     choice = "transformers, all answers of a step at once"
     generation = recipe.method.generation
     if vllm is not None and vllm.mode == "server":
-        num = generation.num_server_devices
+        num = recipe.method.num_server_devices
         choice = f"vLLM server, {generation.vllm_server_base_url}"
         if num:
             choice = (

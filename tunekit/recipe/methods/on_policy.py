@@ -118,13 +118,6 @@ class GenerationSection(SamplingSection):
     is colocated, 0.9 of the devices of a server that the run starts."""
 
     @property
-    def num_server_devices(self) -> int:
-        """Devices of the server that the run starts; 0 where it starts none."""
-        if self.use_vllm is not True or self.vllm_mode != "server" or self.vllm_server_base_url is not None:
-            return 0
-        return (self.vllm_tensor_parallel_size or 1) * (self.vllm_data_parallel_size or 1)
-
-    @property
     def server_words(self) -> ServerWords:
         """Words of errors of the vLLM server."""
         key, url = "method.generation", self.vllm_server_base_url
@@ -161,6 +154,15 @@ class OnPolicyMethod(MethodSection):
     def has_own_loop(self) -> bool:
         """True if completions are more than one call of `generate`: tools, an environment or a roll-out function."""
         return self.uses_tools
+
+    @property
+    def num_server_devices(self) -> int:
+        """Devices of the vLLM server that the run starts; 0 where it starts none."""
+        generation = self.generation
+        starts = generation.use_vllm is True and generation.vllm_mode == "server"
+        if not starts or generation.vllm_server_base_url is not None:
+            return 0
+        return (generation.vllm_tensor_parallel_size or 1) * (generation.vllm_data_parallel_size or 1)
 
     @property
     def resamples(self) -> bool:

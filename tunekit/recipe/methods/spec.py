@@ -219,6 +219,11 @@ class MethodSection(Section):
         return self.spec.trains_on == "tokens"
 
     @property
+    def num_server_devices(self) -> int:
+        """Devices of the vLLM server that the run starts; 0 where it starts none."""
+        return 0
+
+    @property
     def couples_rows(self) -> bool:
         """True if the loss of a row depends on which others share its micro-batch, beyond a mean over them."""
         return False
