@@ -76,6 +76,33 @@ def test_package_of_an_extra_can_be_absent_and_names_the_extra() -> None:
     assert (plots.state, plots.hint) == ("absent", "pip install 'tunekit[notebook]'")
 
 
+def test_fixes_are_a_script_that_installs_what_is_needed_and_names_the_rest() -> None:
+    requires = ["torch>=2.11,<2.14", "peft>=0.21,<1", 'vllm>=0.24; extra == "vllm"', 'wandb>=0.22; extra == "tracking"']
+    versions = {"torch": "2.10.1", "peft": None, "vllm": None, "wandb": "0.21"}
+    found = compare(requires, ["vllm", "tracking"], versions)
+    slow = Feature("attention", False, "needs flash-attn", "pip install flash-attn --no-build-isolation")
+    packaged = Feature("trackers", False, "needs vllm", "pip install 'tunekit[vllm]'")
+    diagnosis = Diagnosis("0.1.0", "CPython", "Linux", None, found, (slow, packaged))
+    script = diagnosis.fixes()
+    assert script.splitlines() == [
+        "# torch 2.10.1, needs >=2.11,<2.14",
+        "# peft is missing, needs >=0.21,<1",
+        "# wandb 0.21, needs >=0.22",
+        f"{sys.executable} -m pip install 'torch>=2.11,<2.14' 'peft>=0.21,<1' 'wandb>=0.22'",
+        "# attention: pip install flash-attn --no-build-isolation",
+        f"# optional, vllm: {sys.executable} -m pip install 'tunekit[vllm]'",
+    ]
+    # A shell runs that one command: with this in place of pip, its arguments come out whole.
+    command = script.replace(f"{sys.executable} -m pip install", "printf '%s\\n'")
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["torch>=2.11,<2.14", "peft>=0.21,<1", "wandb>=0.22"]
+
+
+def test_nothing_to_fix_is_a_comment() -> None:
+    (torch,) = compare(["torch>=2.11,<2.14"], [], {"torch": "2.12.0"})
+    assert Diagnosis("0.1.0", "CPython", "Linux", None, (torch,), ()).fixes() == "# nothing is missing"
+
+
 def test_package_that_tunekit_does_not_ask_for_has_no_bounds() -> None:
     (engine,) = compare([], [], {"vllm": "0.1"})
     assert (engine.state, engine.bounds, engine.hint) == ("ok", "", None)

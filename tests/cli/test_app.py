@@ -19,6 +19,7 @@ from tests.commands import run_command
 from tests.tiny import save_chats, save_tiny_model
 from tests.waiting import LIMIT_SECONDS
 from tunekit.cli.app import DAILY, app
+from tunekit.recipe.explain import json_schema
 from tunekit.runs.run import Run, list_runs
 
 RECIPE = """\
@@ -360,6 +361,9 @@ def test_recipes_can_be_listed_copied_and_checked(tmp_path):
     assert "sft/quickstart" in tunekit(tmp_path, "recipes").stdout
     assert tunekit(tmp_path, "recipes", "copy", "sft/quickstart").returncode == 0
     assert tunekit(tmp_path, "check", "quickstart.yaml").returncode == 0
+    first = (tmp_path / "quickstart.yaml").read_text().splitlines()[0]
+    schema = tmp_path / first.removeprefix("# yaml-language-server: $schema=")
+    assert schema.read_text() == json.dumps(json_schema())
 
 
 @pytest.mark.slow

@@ -6,6 +6,8 @@ imported. Nothing is printed here.
 
 import os
 import platform
+import shlex
+import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -103,6 +105,27 @@ class Diagnosis:
     def healthy(self) -> bool:
         """True if every core dependency is installed and every package is inside its bounds."""
         return all(package.state in ("ok", "absent") for package in self.packages)
+
+    def fixes(self) -> str:
+        """Return a shell script that installs what is missing or outside its bounds.
+
+        What only optional features need is in it as comments: extras such as vLLM ask for one version of torch.
+        """
+        broken = [package for package in self.packages if package.state in ("missing", "outside")]
+        lines = [f"# {package.name} {package.version or 'is missing'}, needs {package.bounds}" for package in broken]
+        if broken:
+            requirements = (f"{package.name}{package.bounds}" for package in broken)
+            lines.append(shlex.join([sys.executable, "-m", "pip", "install", *requirements]))
+        by_package = {None, *(package.hint for package in self.packages)}
+        lines += [f"# {feature.name}: {feature.hint}" for feature in self.features if feature.hint not in by_package]
+        by_extra: dict[str, list[str]] = {}
+        for package in self.packages:
+            if package.state == "absent" and package.extra is not None:
+                by_extra.setdefault(package.extra, []).append(package.name)
+        for extra, names in by_extra.items():
+            command = shlex.join([sys.executable, "-m", "pip", "install", f"tunekit[{extra}]"])
+            lines.append(f"# optional, {', '.join(names)}: {command}")
+        return "\n".join(lines or ["# nothing is missing"])
 
 
 def diagnose() -> Diagnosis:

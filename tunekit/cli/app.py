@@ -20,6 +20,7 @@ import typer
 from typer import Argument, Option
 from typer.core import TyperCommand, TyperGroup
 
+from tunekit.cli import completion
 from tunekit.cli import options as cli
 from tunekit.cli.evaluate import evaluate
 from tunekit.cli.export import export, report
@@ -51,6 +52,7 @@ class Commands(TyperGroup):
         """Print the commands of daily use, and the names of the others by panel, so that all fits one screen."""
         view = copy.copy(self)
         view.commands = {name: self.commands[name] for name in DAILY}
+        view.params = [param for param in self.params if not str(param.name).endswith("_completion")]
         for panel in (RECIPES, DATA, MODELS, RUNS, MACHINES):
             names = [
                 name for name, command in self.commands.items() if getattr(command, "rich_help_panel", "") == panel
@@ -71,7 +73,6 @@ app = typer.Typer(
     cls=Commands,
     help="Fine-tune and align open-weight language models: a short recipe, an explained plan, a reproducible run.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
@@ -184,10 +185,8 @@ def data(
     as_json: Annotated[bool, Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Preview the data: tokenized rows, loss masks, lengths."""
-    from rich.console import Console
-
     from tunekit.api import verbs
-    from tunekit.display.console import Progress, make_console
+    from tunekit.display.console import Progress, make_console, make_error_console
     from tunekit.display.data import data_report_parts
 
     source, notes = _load(recipe, overrides)
@@ -195,7 +194,7 @@ def data(
         with writing(html):  # What cannot be written is said before the rows are read.
             html.touch()
     console = make_console()
-    progress = Progress(Console(stderr=True))
+    progress = Progress(make_error_console())
     try:
         report = verbs.data_report(source, num_samples=rows, on_event=progress)
     finally:
@@ -224,13 +223,11 @@ def rewards(
     as_json: Annotated[bool, Option("--json", help="Print all answers with their rewards as JSON.")] = False,
 ) -> None:
     """Score the untrained model's answers with each reward."""
-    from rich.console import Console
-
     from tunekit.api import verbs
-    from tunekit.display.console import Progress, make_console
+    from tunekit.display.console import Progress, make_console, make_error_console
 
     source, notes = _load(recipe, overrides)
-    progress = Progress(Console(stderr=True))
+    progress = Progress(make_error_console())
     try:
         trial = verbs.try_rewards(source, num_prompts=prompts, out=out, on_event=progress)
     finally:
@@ -303,13 +300,18 @@ def _recipes(context: typer.Context) -> None:
 
 @recipes_app.command("copy")
 def copy_recipe(
-    name: Annotated[str, Argument(help="Name of a shipped recipe.", metavar="NAME")],
+    name: Annotated[
+        str, Argument(help="Name of a shipped recipe.", metavar="NAME", autocompletion=completion.recipe_names)
+    ],
     dest: Annotated[Path | None, Argument(help="Destination file or folder.", metavar="DEST")] = None,
 ) -> None:
-    """Copy a shipped recipe to edit."""
+    """Copy a shipped recipe to edit, with the JSON schema that editors complete and check it by."""
     from tunekit import files
+    from tunekit.recipe.explain import link_schema
 
-    print(files.copy_recipe(name, dest))
+    copied = files.copy_recipe(name, dest)
+    link_schema(copied)
+    print(copied)
 
 
 @app.command(rich_help_panel=MACHINES)
@@ -322,10 +324,16 @@ def doctor(
         bool, Option("--network", help="Measure the bandwidth between ranks, on this machine or --nodes.")
     ] = False,
     nodes: cli.NodesOption = None,
+    fix: Annotated[
+        bool,
+        Option("--fix", help="Print the commands that install what is missing, such as tunekit doctor --fix | sh."),
+    ] = False,
 ) -> None:
     """Show installed packages, devices, and what is missing for which feature."""
     from tunekit.display.console import diagnosis_table, exchange_table, make_console
 
+    if network and fix:
+        raise TunekitError("--network and --fix exclude each other", hint="pass one of them")
     if network:
         from tunekit.api import verbs
 
@@ -336,12 +344,20 @@ def doctor(
         raise TunekitError("a recipe and --nodes need --network", hint="add --network")
     from tunekit.api.doctor import diagnose
 
+    if fix:
+        print(diagnose().fixes())
+        return
     make_console().print(diagnosis_table(diagnose()))
 
 
 @app.command(rich_help_panel=MODELS)
 def kernels(
-    model: Annotated[str, Argument(help="A model folder, or a model name on the Hub.", metavar="MODEL")],
+    model: Annotated[
+        str,
+        Argument(
+            help="A model folder, or a model name on the Hub.", metavar="MODEL", autocompletion=completion.model_names
+        ),
+    ],
     as_json: Annotated[bool, Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Show which modules of a model have fused kernels, and why others do not.

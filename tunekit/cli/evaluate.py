@@ -1,6 +1,5 @@
 """The command that evaluates: what a model scores, beside what it scored before it was trained."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -53,18 +52,16 @@ def evaluate(
     Metrics are shown before and after training, with confidence intervals.
     """
     options = cli.passed_on(locals(), "metric", "tasks", "as_json")
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
     from rich.progress import Progress as Bar
 
-    from tunekit.display.console import make_console
+    from tunekit.display.console import make_console, make_error_console
     from tunekit.display.evaluation import evaluation_view
     from tunekit.evaluation import evaluate as evaluating
-    from tunekit.redact import lasting
     from tunekit.runs.events import Event
 
-    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), BarColumn(bar_width=None))
-    console = Console(file=lasting(sys.stderr))
+    columns = (TextColumn("{task.description}", markup=False), MofNCompleteColumn(), BarColumn(bar_width=None))
+    console = make_error_console()
     with Bar(*columns, console=console, transient=True, expand=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("loading", total=None)
 

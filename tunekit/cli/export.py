@@ -88,7 +88,7 @@ def _show(done: "Export", console: "Console") -> None:
     rows.append(("template", f"{check.num_conversations} conversations render identically"))
     console.print(cli.facts_table(rows))
     for note in done.notes:
-        console.print(f"note: {note}", markup=False)
+        console.print(f"note: {note}")
 
 
 def report(

@@ -51,16 +51,14 @@ def generate(
 ) -> None:
     """Answer the prompts of a file with a trained or any other model."""
     options = cli.passed_on(locals(), "model", "as_json")
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from tunekit.display.console import make_console
+    from tunekit.display.console import make_console, make_error_console
     from tunekit.inference import generate as generating
-    from tunekit.redact import lasting
     from tunekit.runs.events import Event
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console, is_hidden = Console(file=lasting(sys.stderr)), not sys.stderr.isatty()
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console, is_hidden = make_error_console(), not sys.stderr.isatty()
     bar = Progress(
         *columns, console=console, transient=True, disable=is_hidden, redirect_stdout=False, redirect_stderr=False
     )

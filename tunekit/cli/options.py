@@ -7,19 +7,33 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Argument, Option
 
+from tunekit.cli import completion
 from tunekit.errors import TunekitError, writing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.table import Table
 
-RecipeArgument = Annotated[str, Argument(help="A recipe file, or the name of a shipped recipe.", metavar="RECIPE")]
+RecipeArgument = Annotated[
+    str,
+    Argument(
+        help="A recipe file, or the name of a shipped recipe.", metavar="RECIPE", autocompletion=completion.recipe_names
+    ),
+]
 OverridesArgument = Annotated[
     list[str] | None, Argument(help="Overrides, such as train.max_steps=10.", metavar="KEY=VALUE")
 ]
-RunArgument = Annotated[str, Argument(help="A run's name, a prefix of it, or its folder.", metavar="RUN")]
+RunArgument = Annotated[
+    str,
+    Argument(help="A run's name, a prefix of it, or its folder.", metavar="RUN", autocompletion=completion.run_names),
+]
 ModelArgument = Annotated[
-    str, Argument(help="A run (name or folder) or a model (folder or Hub name).", metavar="RUN|MODEL")
+    str,
+    Argument(
+        help="A run (name or folder) or a model (folder or Hub name).",
+        metavar="RUN|MODEL",
+        autocompletion=completion.model_names,
+    ),
 ]
 NodesOption = Annotated[
     str | None,

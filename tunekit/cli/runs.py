@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
+from tunekit.cli import completion
 from tunekit.cli.options import RunArgument, print_json, write_page, write_plot
 from tunekit.errors import TunekitError
 from tunekit.redact import outlive_readers, without_secrets
@@ -51,7 +52,9 @@ def show_run(
 
 @runs_app.command("tag")
 def tag_run(
-    run: Annotated[str, Argument(help="A run's name, or its folder.", metavar="RUN")],
+    run: Annotated[
+        str, Argument(help="A run's name, or its folder.", metavar="RUN", autocompletion=completion.run_names)
+    ],
     tags: Annotated[list[str] | None, Argument(help="New tags, replacing the old ones.", metavar="TAG")] = None,
     clear: Annotated[bool, Option("--clear", help="Remove all tags.")] = False,
 ) -> None:
@@ -68,7 +71,9 @@ def tag_run(
 
 @runs_app.command("delete")
 def delete(
-    run: Annotated[str, Argument(help="A run's full name, or its folder.", metavar="RUN")],
+    run: Annotated[
+        str, Argument(help="A run's full name, or its folder.", metavar="RUN", autocompletion=completion.run_names)
+    ],
     yes: Annotated[bool, Option("--yes", "-y", help="Skip the confirmation.")] = False,
 ) -> None:
     """Delete a run that has ended, with its checkpoints and its model."""
@@ -87,7 +92,9 @@ def delete(
 
 
 def compare(
-    runs: Annotated[list[str], Argument(help="Names or folders of runs.", metavar="RUN")],
+    runs: Annotated[
+        list[str], Argument(help="Names or folders of runs.", metavar="RUN", autocompletion=completion.run_names)
+    ],
     html: Annotated[Path | None, Option(help="Write a self-contained HTML page.")] = None,
     plot: Annotated[Path | None, Option(help="Write the curves as a PNG file.")] = None,
     as_json: Annotated[bool, Option("--json", help="Print recipe differences and metrics as JSON.")] = False,

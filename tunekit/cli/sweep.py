@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
+from tunekit.cli import completion
 from tunekit.cli.options import print_json, write_plot
 from tunekit.errors import Stopped, TunekitError
 from tunekit.redact import outlive_readers
@@ -25,7 +26,12 @@ JsonOption = Annotated[bool, Option("--json", help="Print the status of all runs
 
 def sweep(
     recipe: Annotated[
-        str | None, Argument(help="A recipe file, or the name of a shipped recipe.", metavar="RECIPE")
+        str | None,
+        Argument(
+            help="A recipe file, or the name of a shipped recipe.",
+            metavar="RECIPE",
+            autocompletion=completion.recipe_names,
+        ),
     ] = None,
     words: Annotated[
         list[str] | None,
@@ -102,16 +108,14 @@ def _conduct(start: "Callable[..., Sweep]", what: str, *, as_json: bool) -> None
         what: What is read first, in words.
         as_json: Whether the table is JSON.
     """
-    from rich.console import Console
-
-    from tunekit.display.console import make_console
+    from tunekit.display.console import make_console, make_error_console
     from tunekit.display.sweep import SweepProgress
     from tunekit.sweeps.folder import FINISHED, PRUNED
     from tunekit.sweeps.page import can_plot, save_page, save_plot
 
     outlive_readers()
-    console = Console(stderr=True) if as_json else make_console()
-    console.print(f"[dim]reading {what}[/dim]")
+    console = make_error_console() if as_json else make_console()
+    console.print(f"reading {what}", style="dim")
     try:
         finished = start(on_event=SweepProgress(console))
     except Stopped as stopped:
@@ -120,9 +124,9 @@ def _conduct(start: "Callable[..., Sweep]", what: str, *, as_json: bool) -> None
     console.print()
     _show(finished, as_json=as_json)
     written = [save_page(finished), save_plot(finished)]
-    console.print("written:", *(str(path) for path in written if path is not None), markup=False)
+    console.print("written:", *(str(path) for path in written if path is not None))
     if not can_plot():
-        console.print("note: sweep.png needs matplotlib: pip install 'tunekit[notebook]'", markup=False)
+        console.print("note: sweep.png needs matplotlib: pip install 'tunekit[notebook]'")
     unfinished = [outcome for outcome in finished.outcomes() if outcome.state not in (FINISHED, PRUNED)]
     if unfinished:
         numbers = ", ".join(f"{outcome.trial.number} {outcome.state}" for outcome in unfinished)

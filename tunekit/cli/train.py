@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
+from tunekit.cli import completion
 from tunekit.cli.options import NodesOption, OverridesArgument, RecipeArgument
 from tunekit.errors import Stopped, TunekitError
 from tunekit.redact import outlive_readers
@@ -128,17 +129,17 @@ def _refuse_unread(target: str, options: dict[str, object]) -> None:
 
 def _submit(give: "Callable[..., Submitted]", *, print_only: bool) -> None:
     """Print the outcome of a submission, or the job without submitting it. The plan goes to stderr."""
-    from rich.console import Console
-
-    from tunekit.display.console import Progress
+    from tunekit.display.console import Progress, make_error_console
 
     outlive_readers()
-    submitted = give(submit=not print_only, on_event=Progress(Console(stderr=True)))
+    submitted = give(submit=not print_only, on_event=Progress(make_error_console()))
     print(submitted.script.read_text(encoding="utf-8").rstrip() if print_only else submitted.words)
 
 
 def resume(
-    run: Annotated[str, Argument(help="Name or folder of a run or sweep.", metavar="RUN")],
+    run: Annotated[
+        str, Argument(help="Name or folder of a run or sweep.", metavar="RUN", autocompletion=completion.run_names)
+    ],
     overrides: Annotated[
         list[str] | None, Argument(help="Edits to its recipe, such as train.max_steps=200.", metavar="KEY=VALUE")
     ] = None,
@@ -215,7 +216,7 @@ def _watch(start: "Callable[..., object]", what: str, announce_to: int | None = 
 
         announcer = Announcer(announce_to)
     if progress is not None:
-        progress.console.print(f"[dim]reading {what}[/dim]")
+        progress.console.print(f"reading {what}", style="dim")
     try:
         # What ends this program otherwise is to end a run as Ctrl-C does, from its first moment.
         for sign in (signal.SIGTERM, signal.SIGHUP):
@@ -240,7 +241,9 @@ def _watch(start: "Callable[..., object]", what: str, announce_to: int | None = 
 
 
 def stop(
-    run: Annotated[str, Argument(help="Name or folder of a run or sweep.", metavar="RUN")],
+    run: Annotated[
+        str, Argument(help="Name or folder of a run or sweep.", metavar="RUN", autocompletion=completion.run_names)
+    ],
     now: Annotated[bool, Option("--now", help="Stop at once, without another checkpoint.")] = False,
 ) -> None:
     """Stop a run or sweep after the current step, with a checkpoint.

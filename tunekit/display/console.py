@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from rich import progress
 from rich.console import Console, Group, RenderableType
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TaskID, TextColumn
 from rich.progress import Progress as Bar
 from rich.table import Column, Table
@@ -70,17 +69,24 @@ SHOWN_LETTERS = 300
 
 
 def make_console(*, outlives_readers: bool = False) -> Console:
-    """A console on standard output as it is now, whatever is redirected later.
+    """Return a console on standard output as it is now, whatever is redirected later.
+
+    Brackets are text there, not markup: names, notes and errors contain `[INST]` or `tunekit[vllm]`.
 
     Args:
         outlives_readers: Whether what cannot be shown any more is left out, rather than an error.
     """
     out = lasting(sys.stdout) if outlives_readers else sys.stdout
     if out.isatty():
-        return Console(file=out, highlight=False)
-    console = Console(highlight=False)
+        return Console(file=out, highlight=False, markup=False)
+    console = Console(highlight=False, markup=False)
     width = None if "COLUMNS" in os.environ else PIPE_WIDTH
-    return console if console.is_jupyter else Console(file=out, highlight=False, width=width)
+    return console if console.is_jupyter else Console(file=out, highlight=False, markup=False, width=width)
+
+
+def make_error_console() -> Console:
+    """Return a console on standard error, for progress besides an output that programs read."""
+    return Console(file=lasting(sys.stderr), markup=False)
 
 
 class Progress:
@@ -138,14 +144,14 @@ class Progress:
         if self._bar is None:
             if done == total:  # it was quick
                 return
-            self._bar = self._begin_bar("preparing {task.description}", escape(source), total, transient=True)
+            self._bar = self._begin_bar("preparing {task.description}", source, total, transient=True)
         self._bar.update(self._task, completed=done)
         if done == total:
             self.stop()
 
     def _begin_bar(self, title: str, task: str, total: int, *more: ProgressColumn, transient: bool) -> Bar:
         """Show a bar that counts to a total, with more columns before the time that is left."""
-        counting = TextColumn(title), MofNCompleteColumn(), BarColumn(bar_width=None)
+        counting = TextColumn(title, markup=False), MofNCompleteColumn(), BarColumn(bar_width=None)
         bar = Bar(
             *(*counting, *more, progress.TimeRemainingColumn()),
             console=self.console,
@@ -353,7 +359,7 @@ def contrast_table(run: Run) -> list[RenderableType]:
     title = f"answers of step {answered_event['step']} to: {_short(answered_event['prompt'])}"
     table = Table("", title=title, title_justify="left", expand=False)
     for name in answered_event["best"]["rewards"]:
-        table.add_column(escape(name), justify="right")
+        table.add_column(name, justify="right")
     table.add_column("answer")
     for which in ("best", "worst"):
         values = answered_event[which]["rewards"].values()

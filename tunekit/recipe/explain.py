@@ -3,15 +3,17 @@
 `tunekit explain` prints it; editors take the JSON schema, which also knows the short forms (`model: pico`).
 """
 
+import json
 import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from tunekit.errors import RecipeError
+from tunekit.errors import RecipeError, writing
 from tunekit.recipe import schema
 from tunekit.recipe.reading.parse import dotted, to_inline_yaml, undotted
 from tunekit.recipe.reading.phrases import any_of, expected
@@ -19,6 +21,9 @@ from tunekit.recipe.reading.wording import unknown_key
 from tunekit.recipe.schema import Holder, Recipe, all_fields, holders_along, sections_of, tag_of, takes_list, takes_one
 from tunekit.recipe.sections.section import FUNCTION_PATTERN, TAG, Section, from_word
 from tunekit.recipe.trainer_args import CONFIGS, check_trainer_args, config_fields, owner_hint
+
+SCHEMA_FILE = "recipe.schema.json"
+"""File with the JSON schema, besides copied recipes."""
 
 _WIDTH = 100
 _FUNCTION = "my_module:my_function"
@@ -223,6 +228,22 @@ def json_schema() -> dict[str, Any]:
                     required = [other for other in definitions[variant.__name__].get("required", []) if other != TAG]
                     definitions[variant.__name__]["required"] = [TAG, *required]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **document, "title": "tunekit recipe"}
+
+
+def link_schema(recipe: Path) -> None:
+    """Write the JSON schema to the folder of a recipe, and name it in the recipe's first line.
+
+    YAML language servers of editors complete and check the recipe then.
+
+    Raises:
+        TunekitError: A file cannot be written.
+    """
+    schema = recipe.with_name(SCHEMA_FILE)
+    with writing(schema):
+        schema.write_text(json.dumps(json_schema()), encoding="utf-8")
+    with writing(recipe):
+        text = recipe.read_text(encoding="utf-8")
+        recipe.write_text(f"# yaml-language-server: $schema={SCHEMA_FILE}\n{text}", encoding="utf-8")
 
 
 def _short_form(sections: list[type[Section]]) -> dict[str, Any]:
