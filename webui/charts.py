@@ -6,12 +6,14 @@ names of gradio's style sheet, so that a chart follows the theme.
 
 import json
 import math
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
+from glob import escape
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import tunekit
 from webui.words import Words
@@ -39,6 +41,7 @@ class Kind:
         digits: How numbers are written on the axis, as d3-format says it; None leaves that to Vega.
         held_out: Whether evaluations have the same curves.
         is_noisy: Whether values scatter about what they tell, which smoothing shows. A schedule and a peak do not.
+        is_default: Whether it is shown where nobody chose; it has a title, others have the name in the log.
     """
 
     key: str
@@ -46,6 +49,11 @@ class Kind:
     digits: str | None = None
     held_out: bool = True
     is_noisy: bool = True
+    is_default: bool = True
+
+    def title(self, words: Words) -> str:
+        """Return the title in a language."""
+        return words(f"charts.{self.key}") if self.is_default else self.key
 
 
 KINDS = (
@@ -64,7 +72,7 @@ KINDS = (
     Kind("memory", ("peak_memory_bytes",), held_out=False, is_noisy=False),
     Kind("entropy", ("entropy",), held_out=False),
 )
-"""All kinds, in the order in which they are shown; a run has those of which it logs something."""
+"""The default kinds, in the order in which they are shown; a run has those of which it logs something."""
 
 MOST_STEPS_NAMED = 8
 """So many steps at most are each named on the axis."""
@@ -82,6 +90,9 @@ CURVES = {
 }
 """Curves that have a name of their own beside others of their kind."""
 
+Axis = Literal["step", "time", "tokens"]
+AXES: tuple[Axis, ...] = get_args(Axis)
+
 Point = tuple[float, float]
 """A value at a place of the axis."""
 
@@ -93,13 +104,13 @@ class View:
     Attributes:
         smoothing: Weight of what was before in a running mean; 0 shows the values themselves.
         is_log: Whether the axis of values is logarithmic.
-        by: What the other axis is: steps, or hours since the first event.
+        by: The other axis: steps, hours since the first event, or tokens trained on.
         clip: Whether outliers are left out of the axis.
     """
 
     smoothing: float = 0.0
     is_log: bool = False
-    by: Literal["step", "time"] = "step"
+    by: Axis = "step"
     clip: bool = False
 
 
@@ -125,30 +136,53 @@ class Curve(NamedTuple):
 
 
 def kinds_of(names: Iterable[str]) -> list[Kind]:
-    """The kinds of charts that a run has which logs these names."""
-    names = list(names)
-    return [kind for kind in KINDS if any(fnmatch(name, pattern) for name in names for pattern in kind.names)]
+    """Return the kinds of charts of a run that logs these names: the default ones, then one for every other name."""
+    remaining, kinds = dict.fromkeys(names), []
+    for kind in KINDS:
+        if drawn := kind_names(kind, remaining):
+            kinds.append(kind)
+            remaining = {name: None for name in remaining if name not in drawn}
+    for name in sorted(remaining):
+        if name.removeprefix("eval_") not in remaining or not name.startswith("eval_"):
+            kinds.append(Kind(name, (escape(name),), is_default=False))
+    return kinds
+
+
+def kind_names(kind: Kind, logged: Iterable[str]) -> list[str]:
+    """Return the names in a log that are curves of a kind."""
+    logged = list(logged)
+    names = [name for name in logged if any(fnmatch(name, pattern) for pattern in kind.names)]
+    if kind.held_out:
+        names += [name for name in logged if name.removeprefix("eval_") in names and name not in names]
+    return names
 
 
 def curves_of(run: str, reader: tunekit.EventReader, kind: Kind, view: View) -> list[Curve]:
     """Return a run's curves of a kind, ready to be drawn."""
-    names = [name for name in reader.series if any(fnmatch(name, pattern) for pattern in kind.names)]
-    if kind.held_out:
-        names += [name for name in reader.series if name.removeprefix("eval_") in names and name not in names]
-    began = reader.began or 0.0
     unit = GIB if kind.key == "memory" else 1
+    place = _places(reader, view.by)
     return [
         Curve(
             run,
             name,
-            [
-                (point.step if view.by == "step" else (point.time - began) / 3600, point.value / unit)
-                for point in reader.series[name]
-            ],
+            [(place(point), point.value / unit) for point in reader.series[name]],
             tunekit.direction_of(name.removeprefix("eval_"), reader.series),
         )
-        for name in names
+        for name in kind_names(kind, reader.series)
     ]
+
+
+def _places(reader: tunekit.EventReader, by: Axis) -> Callable[[Any], float]:
+    """Return what places a logged point on the axis."""
+    if by == "step":
+        return lambda point: point.step
+    if by == "time":
+        began = reader.began or 0.0
+        return lambda point: (point.time - began) / 3600
+    counted = list(reader.series.get("num_tokens", ()))
+    steps = [0, *(point.step for point in counted)]
+    tokens = [0.0, *(point.value for point in counted)]
+    return lambda point: tokens[bisect_right(steps, point.step) - 1]
 
 
 def smoothed(points: Sequence[Point], weight: float) -> list[Point]:
@@ -196,7 +230,7 @@ def spec_of(
         planned_bytes: What the plan says of memory, for a line beside what was measured.
     """
     runs = list(dict.fromkeys(curve.run for curve in curves))
-    unit, x_title = (1.0, words("charts.step")) if view.by == "step" else _unit(curves, words)
+    unit, x_title = _unit(curves, words) if view.by == "time" else (1.0, words(f"charts.{view.by}"))
     view = view if kind.is_noisy else replace(view, smoothing=0)
     rows = list(_rows(curves, view, words, unit, several=len(runs) > 1))
     planned = planned_bytes / GIB if planned_bytes and kind.key == "memory" else None
@@ -207,7 +241,7 @@ def spec_of(
     layers = _layers(rows, view)
     if planned is not None:
         layers.append(_planned(planned, words))
-    title, helps = words(f"charts.{kind.key}"), [_help(kind, curves, words)]
+    title, helps = kind.title(words), [_help(kind, curves, words)]
     if len(runs) > 1 and any(curve.is_held_out for curve in curves):
         helps.append(words("charts.dashes"))
     return {
@@ -220,7 +254,7 @@ def spec_of(
         "autosize": {"type": "fit-x", "contains": "padding"},
         "background": "transparent",
         "data": {"values": rows},
-        "encoding": _encoding(kind, labels, x_title, y_scale, words, x_axis=_few_steps(rows, view)),
+        "encoding": _encoding(kind, labels, x_title, y_scale, words, x_axis=_x_axis(rows, view)),
         "layer": layers,
         "config": CONFIG,
         "usermeta": {"embedOptions": {"renderer": "svg", "actions": False}},
@@ -229,6 +263,8 @@ def spec_of(
 
 def _help(kind: Kind, curves: Sequence[Curve], words: Words) -> str:
     """Describe a chart, and which direction is better where there is one."""
+    if not kind.is_default:
+        return words("charts.as_logged")
     says_nothing = kind.key == "loss" and any(curve.better is None for curve in curves)
     return words("charts.loss_of_rewards" if says_nothing else f"charts.{kind.key}_help")
 
@@ -237,6 +273,20 @@ def to_text(spec: dict[str, Any]) -> str:
     """A specification as it goes to the browser."""
     return json.dumps(spec, ensure_ascii=False, separators=(",", ":"))
 
+
+ZOOM: dict[str, Any] = {
+    "name": "zoom",
+    "bind": "scales",
+    # With Shift: the wheel alone scrolls the page.
+    "select": {
+        "type": "interval",
+        "encodings": ["x"],
+        "translate": "[pointerdown[event.shiftKey], window:pointerup] > window:pointermove!",
+        "zoom": "wheel![event.shiftKey]",
+        "clear": "dblclick",
+    },
+}
+"""Zoom into a chart along its steps, and back by a double click."""
 
 TEXT, LINES = "var(--body-text-color)", "var(--border-color-primary)"
 
@@ -306,7 +356,7 @@ def _encoding(
     kind: Kind, labels: Sequence[str], x_title: str, y_scale: dict[str, Any], words: Words, *, x_axis: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the encoding of positions, colours and tooltips."""
-    title = words(f"charts.{kind.key}")
+    title = kind.title(words)
     colours = [COLOURS[place % len(COLOURS)] for place in range(len(labels))]
     legend = (
         {"title": None, "orient": "bottom", "columns": 2, "labelLimit": 240, "symbolOpacity": 1}
@@ -342,8 +392,10 @@ def _encoding(
     }
 
 
-def _few_steps(rows: Sequence[dict[str, Any]], view: View) -> dict[str, Any]:
-    """The axis of a few steps: there is none between two."""
+def _x_axis(rows: Sequence[dict[str, Any]], view: View) -> dict[str, Any]:
+    """Return the axis of steps, of which there is none between two, of times, or of tokens in thousands or millions."""
+    if view.by == "tokens":
+        return {"format": "~s"}
     steps = [int(row["x"]) for row in rows]
     if view.by != "step" or not steps or max(steps) - min(steps) > MOST_STEPS_NAMED:
         return {}
@@ -371,7 +423,7 @@ def _layers(rows: Sequence[dict[str, Any]], view: View) -> list[dict[str, Any]]:
         layers.append({"transform": [held_out], "mark": dashed, "encoding": grouped})
     # What the pointer finds.
     hover = {"type": "point", "opacity": 0, "size": 90, "clip": view.clip}
-    layers.append({"transform": [{"filter": "datum.k != 'faint'"}], "mark": hover})
+    layers.append({"transform": [{"filter": "datum.k != 'faint'"}], "mark": hover, "params": [ZOOM]})
     return layers
 
 

@@ -13,6 +13,7 @@ from webui.history import history_of, share_read
 from webui.listing import listing_of
 from webui.looks import MAX_SMOOTHING, keep, kept_looks, looks_in
 from webui.run_parts import empty, pictured, reading, result_rows, table
+from webui.run_view import axis_radio
 from webui.site import Site
 from webui.words import Words, next_step, told
 
@@ -38,8 +39,7 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
     with gr.Column(visible=False) as several:
         with gr.Row():
             kind = gr.Dropdown([], label=words("compare.measure"), elem_id="compare-measure", min_width=160)
-            sides = [(words("charts.step"), "step"), (words("charts.time"), "time")]
-            by = gr.Radio(sides, value="step", label=words("runs.by"), elem_id="compare-by", min_width=160)
+            by = axis_radio(words, elem_id="compare-by")
             smoothing = gr.Slider(
                 0,
                 MAX_SMOOTHING,
@@ -68,9 +68,9 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
         ]
 
     def refresh(
-        names: list[str], kind: str | None, by: str, smoothing: float, is_log: bool, clip: bool, seen: str
+        names: list[str], kind: str | None, by: Any, smoothing: float, is_log: bool, clip: bool, seen: str
     ) -> list[Any]:
-        view = charts.View(smoothing, is_log, "time" if by == "time" else "step", clip)
+        view = charts.View(smoothing, is_log, by if by in charts.AXES else "step", clip)
         return look(site, words, names or [], kind, view, seen)
 
     update: dict[str, Any] = {
@@ -107,19 +107,19 @@ def look(site: Site, words: Words, names: Sequence[str], kind: str | None, view:
     if len(runs) < 2:
         return [faults, gr.Column(visible=False), *[gr.skip()] * 5, ""]
     try:
-        marks, kinds = [], []
+        marks, logged = [], dict[str, None]()
         for run in runs:
             with history_of(run, patient=True) as reader:
                 if reader.is_behind:
                     return [reading(share_read(reader), words), *[gr.skip()] * 6, ""]
                 marks.append((run.name, reader.read_bytes, reader.num_events))
-                kinds += charts.kinds_of(reader.series)
+                logged |= dict.fromkeys(reader.series)
         now = repr((marks, kind, view, faults))
         if now == seen:
             return unchanged
-        kinds = [chart_kind for chart_kind in charts.KINDS if chart_kind in kinds]
+        kinds = charts.kinds_of(logged)
         chosen = next((chart_kind for chart_kind in kinds if chart_kind.key == kind), kinds[0] if kinds else None)
-        choices = [(words(f"charts.{chart_kind.key}"), chart_kind.key) for chart_kind in kinds]
+        choices = [(chart_kind.title(words), chart_kind.key) for chart_kind in kinds]
         drawing = None if chosen is None else drawn(runs, chosen, view, words)
         parts = [differences(runs, words), results(runs, words), answers(runs, words)]
         choice = gr.Dropdown(choices=choices, value=chosen and chosen.key)

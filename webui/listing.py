@@ -33,6 +33,7 @@ class Line:
         num_steps: Of how many; None while that is not known.
         measure: What tells best whether it learns, by its name in the log.
         value: What that was last.
+        held_out: What it was on held-out rows in the last evaluation.
         tokens_per_second: How fast it is, or was last.
         seconds_left: Until the last step, if it goes on as it does.
         started: When, in seconds since the epoch.
@@ -47,6 +48,7 @@ class Line:
     num_steps: int | None = None
     measure: str = "loss"
     value: float | None = None
+    held_out: float | None = None
     tokens_per_second: float | None = None
     seconds_left: float | None = None
     started: float = 0.0
@@ -107,7 +109,7 @@ class Listing:
             run = tunekit.Run(path)
             status, state = run.status(), run.state
             recipe = self._once(path / "recipe.yaml", lambda: _asked(run))
-            logs = self._once(path / "events.jsonl", lambda: _last_logs(path))
+            logs, evaluation = self._once(path / "events.jsonl", lambda: _last_logs(path))
             return Line(
                 name=name,
                 state=state,
@@ -116,22 +118,25 @@ class Listing:
                 step=status["step"],
                 num_steps=status["num_steps"],
                 started=status["started"],
-                **self._figures(logs, state, status),
+                **self._figures(logs, evaluation, state, status),
                 tags=tuple(run.tags),
             )
         except (tunekit.TunekitError, OSError, ValueError, KeyError):
             # It is being deleted or written just now, or was damaged, or is of another version.
             return Line(name, "unreadable") if (path / "status.json").is_file() else None
 
-    def _figures(self, logs: Sequence[tunekit.Event], state: str, status: dict[str, Any]) -> dict[str, Any]:
+    def _figures(
+        self, logs: Sequence[tunekit.Event], evaluation: tunekit.Event, state: str, status: dict[str, Any]
+    ) -> dict[str, Any]:
         if not logs:
             return {}
         last = logs[-1]
         measure = tunekit.judged_by(list(last))
-        value = last.get(measure)
+        value, held_out = last.get(measure), evaluation.get(f"eval_{measure}")
         return {
             "measure": measure,
             "value": value if isinstance(value, int | float) else None,
+            "held_out": held_out if isinstance(held_out, int | float) else None,
             "tokens_per_second": last.get("tokens_per_second"),
             "seconds_left": seconds_left(logs, status["num_steps"]) if state == "training" else None,
         }
@@ -171,10 +176,11 @@ def _asked(run: tunekit.Run) -> dict[str, str]:
     return {"method": recipe.method.type, "model": folder if path.is_absolute() else recipe.model.path}
 
 
-def _last_logs(path: Path) -> list[tunekit.Event]:
-    """The last logged steps since the run went on last."""
+def _last_logs(path: Path) -> tuple[list[tunekit.Event], tunekit.Event]:
+    """Return the last logged steps since the run was last resumed, and the last evaluation, or an empty one."""
     events = tunekit.last_events(path / "events.jsonl")
     begins = [place for place, event in enumerate(events) if event["event"] in ("restart", "resume")]
     since = events[begins[-1] + 1 :] if begins else events
     logs = [event for event in since if event["event"] == "log"]
-    return logs or [event for event in events if event["event"] == "log"][-1:]
+    evaluation = next((event for event in reversed(since) if event["event"] == "eval"), {})
+    return logs or [event for event in events if event["event"] == "log"][-1:], evaluation

@@ -19,15 +19,15 @@ import tunekit
 from webui import charts, controls, export_view, log_view, run_parts
 from webui.history import history_of, share_read
 from webui.listing import Line, listing_of
-from webui.looks import MAX_SMOOTHING, keep, looks_in
+from webui.looks import MAX_SMOOTHING, keep, looks_in, shown_charts, with_charts
 from webui.plan_view import plan_html
 from webui.site import Site
 from webui.words import Words, told
 
-NUM_CHARTS = 12
-"""Charts that there is room for; no method has more."""
+NUM_CHARTS = 24
+"""Charts that there is room for."""
 
-NUM_OTHERS = 11
+NUM_OTHERS = 12
 """Number of other values in each response."""
 
 MAX_OVERLAID = 4
@@ -50,6 +50,7 @@ class Parts:
     seen: gr.Textbox
     head: gr.HTML
     warnings: gr.HTML
+    shown: gr.Dropdown
     plots: list[gr.Plot]
     no_curves: gr.HTML
     samples: gr.HTML
@@ -64,7 +65,7 @@ class Parts:
     def outputs(self) -> list[Any]:
         """In the order of what `look` answers."""
         return [
-            self.seen, self.head, self.warnings, self.no_curves, *self.plots, self.order, self.completions,
+            self.seen, self.head, self.warnings, self.no_curves, *self.plots, self.shown, self.order, self.completions,
             self.samples, self.checkpoints, self.result, self.recipe, self.plan,
         ]  # fmt: skip
 
@@ -94,7 +95,7 @@ def build(
     controls.build(page, site, words, run_name, tick)
     with gr.Tabs(elem_id="runs-tabs"):
         with gr.Tab(words("runs.tab_charts"), id="charts"):
-            looks = _looks(words)
+            looks, shown = _looks(words)
             no_curves = gr.HTML(elem_id="runs-no-curves", visible=False)
             with gr.Row(elem_id="runs-charts"):
                 plots = [
@@ -122,15 +123,32 @@ def build(
         with gr.Tab(words("export.tab"), id="export"):
             export_view.build(page, site, words, run_name, tick)
     parts = Parts(
-        seen_state, head, warnings, plots, no_curves, samples, completions, order, checkpoints, result, recipe, plan
+        seen_state,
+        head,
+        warnings,
+        shown,
+        plots,
+        no_curves,
+        samples,
+        completions,
+        order,
+        checkpoints,
+        result,
+        recipe,
+        plan,
     )
-    inputs = [run_name, seen_state, order, *looks]
+    inputs = [run_name, seen_state, order, *looks, kept]
 
     def refresh(name: str, seen: str, order: Any, *looked_at: Any) -> list[Any]:
         return look(site, words, name, seen, order, *looked_at)
 
+    def choose(name: str, chosen: list[str], kept: Any) -> Any:
+        with history_of(site.run(name)) as reader:
+            return with_charts(kept, chosen, charts.kinds_of(reader.series))
+
     overlaid = looks[-1]
-    for listen in (run_name.change, tick.tick, order.input, *(control.input for control in looks)):
+    choosing = shown.input(choose, [run_name, shown, kept], kept, show_progress="hidden")
+    for listen in (run_name.change, tick.tick, order.input, *(control.input for control in looks), choosing.then):
         listen(
             refresh, inputs, parts.outputs, show_progress="hidden", trigger_mode="always_last",
             concurrency_limit=NUM_AT_ONCE,
@@ -153,23 +171,32 @@ def opened_looks(site: Site, name: str, overlaid: list[str], kept: Any) -> list[
     return [*looks_in(kept).values(), gr.Dropdown(choices=run_names, value=there)]
 
 
-def _looks(words: Words) -> list[Any]:
-    """Return the controls of the charts."""
+def _looks(words: Words) -> tuple[list[Any], gr.Dropdown]:
+    """Return the controls of the charts, and of which are shown."""
     with gr.Accordion(words("runs.look"), open=False, elem_id="runs-look"):
         with gr.Row():
             smoothing = gr.Slider(
                 0, MAX_SMOOTHING, 0, step=0.01, label=words("runs.smoothing"), info=words("runs.smoothing_help"),
                 elem_id="runs-smoothing", min_width=240,
             )  # fmt: skip
-            sides = [(words("charts.step"), "step"), (words("charts.time"), "time")]
-            by = gr.Radio(sides, value="step", label=words("runs.by"), elem_id="runs-by", min_width=160)
+            by = axis_radio(words, elem_id="runs-by")
         with gr.Row():
             is_log = gr.Checkbox(label=words("runs.log_scale"), elem_id="runs-log-scale", min_width=160)
             clip = gr.Checkbox(label=words("runs.clip"), elem_id="runs-clip", min_width=160)
         overlaid = gr.Dropdown(
             [], multiselect=True, max_choices=MAX_OVERLAID, label=words("runs.overlay"), elem_id="runs-overlay"
         )
-    return [smoothing, is_log, by, clip, overlaid]
+        shown = gr.Dropdown(
+            [], multiselect=True, max_choices=NUM_CHARTS, label=words("runs.shown_charts"),
+            info=words("runs.shown_charts_help"), elem_id="runs-shown",
+        )  # fmt: skip
+    return [smoothing, is_log, by, clip, overlaid], shown
+
+
+def axis_radio(words: Words, *, elem_id: str) -> gr.Radio:
+    """Return the choice of the horizontal axis."""
+    axes = [(words(f"charts.{axis}"), axis) for axis in charts.AXES]
+    return gr.Radio(axes, value="step", label=words("runs.by"), elem_id=elem_id, min_width=160)
 
 
 def look(
@@ -183,17 +210,18 @@ def look(
     by: Any,
     clip: bool,
     overlaid: list[str] | None,
+    kept: Any = None,
 ) -> list[Any]:
     """Return the changes of a run since a browser's last request, for each of `Parts.outputs`."""
     if not name:
         return [gr.skip()] * (NUM_OTHERS + NUM_CHARTS)
-    view = charts.View(smoothing, is_log, "time" if by == "time" else "step", clip)
+    view = charts.View(smoothing, is_log, by if by in charts.AXES else "step", clip)
     try:
         run = site.run(name)
         overlaid_runs = [site.run(other) for other in (overlaid or [])[:MAX_OVERLAID]]
         line = listing_of(site.root).line(name)
         before = json.loads(seen or "{}")
-        return _changed(run, overlaid_runs, line, before, view, order, words)
+        return _changed(run, overlaid_runs, line, before, view, order, words, kept)
     except tunekit.TunekitError as error:
         return ["", told(error), *[gr.skip()] * (NUM_OTHERS - 2 + NUM_CHARTS)]
 
@@ -206,6 +234,7 @@ def _changed(
     view: charts.View,
     order: Any,
     words: Words,
+    kept: Any,
 ) -> list[Any]:
     now: dict[str, str] = {}
 
@@ -231,6 +260,8 @@ def _changed(
         checkpoints: Any = gr.skip()
         if is_new("checkpoints", saved, sorted(path.name for path in (run.path / "checkpoints").glob("*"))):
             checkpoints = run_parts.checkpoints(run, reader, words)
+        kinds = charts.kinds_of(reader.series)
+        keys = shown_charts(kept, kinds)[:NUM_CHARTS]
         last_event = reader.newest("result")
         result: Any = (
             run_parts.result(reader, words) if is_new("result", last_event and last_event["time"]) else gr.skip()
@@ -242,16 +273,19 @@ def _changed(
             if reader.is_behind:
                 return _reading(share_read(reader), head, words)
             marks.append((reader.read_bytes, reader.num_events))
-    if is_new("charts", [other.name for other in others], marks, view):
-        drawn = drawings(run, others, view, words)
+    shown: Any = gr.skip()
+    if is_new("shown", kinds, keys):
+        shown = gr.update(choices=[(kind.title(words), kind.key) for kind in kinds], value=keys)
+    if is_new("charts", [other.name for other in others], marks, view, keys):
+        drawn = drawings(run, others, view, words, [kind for key in keys for kind in kinds if kind.key == key])
         plots = [gr.Plot(value=drawing, visible=True) for drawing in drawn]
         plots += [gr.Plot(visible=False)] * (NUM_CHARTS - len(drawn))
-        no_curves = gr.HTML(run_parts.empty(words("runs.no_curves")), visible=not drawn)
+        no_curves = gr.HTML(run_parts.empty(words("runs.no_curves")), visible=not kinds)
     recipe, plan = gr.skip(), gr.skip()
     if is_new("recipe", _mark(run.path / "recipe.yaml"), _mark(run.path / "plan.yaml")):
         recipe, plan = recipe_of(run), plan_of(run, words)
     return [
-        json.dumps(now), head, warnings, no_curves, *plots, choice, completions,
+        json.dumps(now), head, warnings, no_curves, *plots, shown, choice, completions,
         samples, checkpoints, result, recipe, plan,
     ]  # fmt: skip
 
@@ -262,19 +296,20 @@ def _reading(share: float, head: Any, words: Words) -> list[Any]:
     return ["", head, gr.skip(), output, *[gr.skip()] * (NUM_OTHERS - 4 + NUM_CHARTS)]
 
 
-def drawings(run: tunekit.Run, others: list[tunekit.Run], view: charts.View, words: Words) -> list[PlotData]:
-    """The charts of a run, with the same of other runs in them; drawn once for all that look at the same."""
+def drawings(
+    run: tunekit.Run, others: list[tunekit.Run], view: charts.View, words: Words, kinds: list[charts.Kind]
+) -> list[PlotData]:
+    """Draw charts of a run, with the same of other runs in them; once for all that look at the same."""
     marks: list[object] = []
     for each_run in (run, *others):
         with history_of(each_run) as reader:
             marks.append((str(each_run.path), reader.read_bytes, reader.num_events))
-    key = (*marks, view, words.language)
+    key = (*marks, view, words.language, *kinds)
     with _lock:
         if key in _drawings:
             _drawings.move_to_end(key)
             return _drawings[key]
     with history_of(run) as reader:
-        kinds = charts.kinds_of(reader.series)[:NUM_CHARTS]
         curves = {kind.key: charts.curves_of(run.name, reader, kind, view) for kind in kinds}
     for other in others:
         with history_of(other) as reader:

@@ -6,12 +6,16 @@ from typing import Any
 
 import gradio as gr
 
+import tunekit
 from webui import run_view
 from webui.listing import Line, listing_of
 from webui.looks import kept_looks
 from webui.run_parts import SYMBOLS, duration, empty, moment, state_words
 from webui.site import Site
 from webui.words import Words, next_step
+
+ORDERS = ("started", "name", "measure", "held_out", "tokens_per_second")
+"""Columns that the table is sorted by."""
 
 CHOOSING = """
 // Which runs are chosen stays with the browser while the table is written anew below it.
@@ -77,24 +81,50 @@ def _build_table(site: Site, words: Words) -> tuple[gr.Timer, dict[str, Any]]:
             multiselect=True, label=words("runs.state"), elem_id="runs-states", min_width=200,
         )  # fmt: skip
         tags = gr.Dropdown([], multiselect=True, label=words("runs.tags"), elem_id="runs-tags", min_width=200)
+        orders = [(words(f"runs.{key}"), key) for key in ORDERS]
+        order = gr.Dropdown(orders, value="started", label=words("runs.sort"), elem_id="runs-sort", min_width=160)
     output = gr.HTML(elem_id="runs-list", js_on_load=CHOOSING)
     seen_state = gr.Textbox("", visible=False)
     tick = gr.Timer(site.tick_seconds, active=False)
 
-    def fill(search: str, states: list[str], tags: list[str], seen: str) -> list[Any]:
+    def fill(search: str, states: list[str], tags: list[str], order: Any, seen: str) -> list[Any]:
         lines = listing_of(site.root).lines()
         all_tags = sorted({tag for line in lines for tag in line.tags})
-        page = table_of(lines, site, words, search=search, states=states or (), tags=tags or ())
+        page = table_of(ordered(lines, order), site, words, search=search, states=states or (), tags=tags or ())
         mark = repr((hash(page), all_tags))
         if mark == seen:
             return [gr.skip(), gr.skip(), gr.skip()]
         return [page, gr.Dropdown(choices=all_tags), mark]
 
-    update = {"fn": fill, "inputs": [search, states, tags, seen_state], "outputs": [output, tags, seen_state]}
+    update = {"fn": fill, "inputs": [search, states, tags, order, seen_state], "outputs": [output, tags, seen_state]}
     update |= {"show_progress": "hidden", "trigger_mode": "always_last"}
-    for listen in (tick.tick, search.input, states.input, tags.input):
+    for listen in (tick.tick, search.input, states.input, tags.input, order.input):
         listen(**update)
     return tick, update
+
+
+def ordered(lines: Sequence[Line], by: Any) -> list[Line]:
+    """Return runs in the order of a column, the best first; those without a value last, and otherwise the newest first.
+
+    Args:
+        lines: The runs, the newest first.
+        by: One of `ORDERS`; anything else: the newest first.
+    """
+    if by == "name":
+        return sorted(lines, key=lambda line: line.name)
+    if by not in ("measure", "held_out", "tokens_per_second"):
+        return list(lines)
+
+    def place(line: Line) -> tuple[bool, str, float]:
+        value = {"measure": line.value, "held_out": line.held_out}.get(by, line.tokens_per_second)
+        if value is None:
+            return True, "", 0.0
+        if by == "tokens_per_second":
+            return False, "", -value
+        # Losses and rewards are not compared with each other.
+        return False, line.measure, value if tunekit.direction_of(line.measure, ()) == "less" else -value
+
+    return sorted(lines, key=place)
 
 
 def found(lines: Sequence[Line], search: str, states: Sequence[str], tags: Sequence[str]) -> list[Line]:
@@ -127,7 +157,19 @@ def table_of(
     some = found(lines, search, states, tags)
     if not some:
         return empty(words("runs.none_found", num=len(lines)))
-    keys = ("compare", "name", "state", "method", "model", "step", "measure", "tokens_per_second", "left", "started")
+    keys = (
+        "compare",
+        "name",
+        "state",
+        "method",
+        "model",
+        "step",
+        "measure",
+        "held_out",
+        "tokens_per_second",
+        "left",
+        "started",
+    )
     heads = "".join(f"<th scope='col' class='runs-{key}'>{escape(words(f'runs.{key}'))}</th>" for key in keys)
     rows = "".join(_row(line, site, words) for line in some)
     return (
@@ -156,6 +198,7 @@ def _row(line: Line, site: Site, words: Words) -> str:
         "model": escape(line.model),
         "step": steps,
         "measure": _measure(line, words),
+        "held_out": "–" if line.held_out is None else f"{line.held_out:.4g}",
         "tokens_per_second": "–" if line.tokens_per_second is None else f"{line.tokens_per_second:,.0f}",
         "left": escape(remaining),
         "started": moment(line.started) if line.started else "–",

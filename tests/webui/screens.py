@@ -87,6 +87,16 @@ def _overlay(page: Any) -> None:
     page.locator("#runs-charts .marks").get_by_text("sft").first.wait_for()
 
 
+def _charts(page: Any) -> None:
+    page.locator("#runs-look > button").click()
+    page.locator("#runs-shown input").click()
+    page.locator("#runs-shown input").fill("logps")
+    page.get_by_role("option", name="logps/chosen").click()
+    page.keyboard.press("Escape")
+    page.get_by_label("tokens", exact=True).check()
+    page.locator("#runs-charts").get_by_text("logps/chosen").first.wait_for()
+
+
 def _manage(page: Any) -> None:
     page.locator("#controls-manage > button").click()
     page.locator("#controls-delete-name").wait_for()
@@ -150,6 +160,7 @@ VIEWS = [
     View("compare", "compare?run=sft&run=longer", "#compare-plot .marks", is_saved=True),
     View("chat", "chat?run=sft", "#chat-load:not([disabled])", _chat, is_chinese=True),
     View("runs-chosen", "runs", "#runs-list a", _choose),
+    View("run-charts", "runs?run=dpo", CHART, _charts),
     View("run-overlay", "runs?run=longer", CHART, _overlay),
     View("run-manage", "runs?run=sft", CHART, _manage, is_chinese=True),
     View("run-none", "runs?run=no-such", "#runs-head .told"),

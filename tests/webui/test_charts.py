@@ -43,17 +43,54 @@ def test_a_chart_holds_the_logged_values_of_training_and_evaluation(tmp_path):
     assert json.loads(charts.to_text(spec)) == spec
 
 
+def default_keys(names):
+    return [kind.key for kind in charts.kinds_of(names) if kind.is_default]
+
+
+def test_every_logged_metric_is_a_curve_of_exactly_one_chart(tmp_path):
+    entries = [
+        ("eval", {"step": 0, "eval_loss": 3.0, "eval_samples_per_second": 7.0, "eval_logps/chosen": -3.0}),
+        log(1, **{"loss": 2.5, "logps/chosen": -2.0, "step_seconds": 0.5, "rewards/a/mean": 1.0, "rewards/a/std": 0.5}),
+        log(2, **{"clip_ratio/region_mean[x]": 0.25, "grad_norm": 1.0}),
+    ]
+    reader = reader_of(tmp_path / "events.jsonl", entries)
+    kinds = charts.kinds_of(reader.series)
+    drawn_names = [curve.name for kind in kinds for curve in charts.curves_of("mine", reader, kind, View())]
+    assert sorted(drawn_names) == sorted(reader.series)
+    others = [kind.key for kind in kinds if not kind.is_default]
+    assert others == [
+        *("clip_ratio/region_mean[x]", "eval_samples_per_second", "logps/chosen", "rewards/a/std", "step_seconds"),
+    ]
+    kind = next(kind for kind in kinds if kind.key == "logps/chosen")
+    spec = charts.spec_of(kind, charts.curves_of("mine", reader, kind, View()), View(), WORDS)
+    assert spec["title"]["text"] == "logps/chosen"
+    assert drawn(spec, curve="training") == {1: -2.0} and drawn(spec, curve="evaluation") == {0: -3.0}
+
+
+def test_curves_by_tokens_lie_at_the_tokens_of_their_step(tmp_path):
+    entries = [
+        ("eval", {"step": 0, "eval_loss": 3.0}),
+        *(log(step, loss=float(step), num_tokens=1000 * step) for step in (2, 4, 6)),
+        ("eval", {"step": 5, "eval_loss": 2.0}),
+    ]
+    reader = reader_of(tmp_path / "events.jsonl", entries)
+    view = View(by="tokens")
+    spec = charts.spec_of(LOSS, charts.curves_of("mine", reader, LOSS, view), view, WORDS)
+    assert drawn(spec, curve="training") == {2000: 2, 4000: 4, 6000: 6}
+    assert drawn(spec, curve="evaluation") == {0: 3.0, 4000: 2.0}
+    assert spec["encoding"]["x"]["title"] == "tokens"
+
+
 def test_a_method_has_the_charts_of_what_it_logs(tmp_path):
     sft = ["loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second", "epoch"]
-    assert [kind.key for kind in charts.kinds_of(sft)] == ["loss", "learning_rate", "grad_norm", "speed"]
+    assert default_keys(sft) == ["loss", "learning_rate", "grad_norm", "speed"]
     dpo = ["loss", "rewards/margins", "rewards/accuracies", "rewards/chosen", "rewards/rejected"]
-    assert [kind.key for kind in charts.kinds_of(dpo)] == ["margins", "accuracies", "preferred", "loss"]
+    assert default_keys(dpo) == ["margins", "accuracies", "preferred", "loss"]
     grpo = [
         *("loss", "reward", "rewards/numeric_match/mean", "rewards/regex/mean", "rewards/regex/std", "kl"),
         *("completions/mean_length", "frac_reward_zero_std", "learning_rate"),
     ]
-    keys = [kind.key for kind in charts.kinds_of(grpo)]
-    assert keys == ["reward", "functions", "loss", "kl", "length", "signal", "learning_rate"]
+    assert default_keys(grpo) == ["reward", "functions", "loss", "kl", "length", "signal", "learning_rate"]
     functions = next(kind for kind in charts.KINDS if kind.key == "functions")
     reader = reader_of(tmp_path / "events.jsonl", [log(1, **dict.fromkeys(grpo, 0.5))])
     curves = charts.curves_of("mine", reader, functions, View())

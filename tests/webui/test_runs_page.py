@@ -46,11 +46,32 @@ def looked(site: Site, name: str, seen: str = "", order: str = "newest", overlai
     return run_view.look(site, WORDS, name, seen, order, *looks.values(), list(overlaid))
 
 
+def test_runs_are_sorted_by_a_column_the_best_first():
+    lines = [
+        Line("new", "training"),
+        Line("dpo", "finished", measure="rewards/margins", value=0.5, held_out=0.1, tokens_per_second=10.0),
+        Line("better", "finished", value=1.5, held_out=2.5, tokens_per_second=30.0),
+        Line("worse", "finished", value=2.5, held_out=2.0, tokens_per_second=20.0),
+        Line("dpo-better", "finished", measure="rewards/margins", value=0.75),
+    ]
+
+    def names(by):
+        return [line.name for line in runs_page.ordered(lines, by)]
+
+    assert names("started") == names(None) == [line.name for line in lines]
+    assert names("name") == ["better", "dpo", "dpo-better", "new", "worse"]
+    assert names("measure") == ["better", "worse", "dpo-better", "dpo", "new"]
+    assert names("held_out") == ["worse", "better", "dpo", "new", "dpo-better"]
+    assert names("tokens_per_second") == ["better", "worse", "dpo", "new", "dpo-better"]
+
+
 def test_a_run_is_listed_with_what_its_folder_says(trained_run):
     (line,) = Listing(trained_run.path.parent).lines()
     last = [event for event in trained_run.events() if event["event"] == "log"][-1]
     assert (line.name, line.state, line.method, line.model) == (trained_run.name, "finished", "sft", "pico")
     assert (line.step, line.num_steps, line.measure, line.value) == (8, 8, "loss", last["loss"])
+    evaluated = [event for event in trained_run.events() if event["event"] == "eval"]
+    assert line.held_out == (evaluated[-1]["eval_loss"] if evaluated else None)
     assert line.tokens_per_second == last["tokens_per_second"] and line.seconds_left is None and line.is_over
 
 
