@@ -183,6 +183,8 @@ def test_a_teacher_of_another_vocabulary_or_tokenizer_is_refused_before_anything
     what = "has a different tokenizer: [2-9] of 259 tokens have another id"
     with pytest.raises(ModelError, match=rf"method\.teacher: '.*other' {what}"):
         verbs.make_run(recipe(here, teacher=tmp_path / "other"))
+    with pytest.raises(ModelError, match=what):
+        verbs.check(recipe(here, teacher=tmp_path / "other"))
     with pytest.raises(PlanError, match=r"method\.teacher: pico has a vocabulary of [\d,]+, but model of 259"):
         verbs.plan(recipe(here, teacher="pico"))
     with pytest.raises(ModelError, match=r"method\.teacher: no folder './nowhere'"):

@@ -315,6 +315,8 @@ def test_a_teacher_with_the_same_tokenizer_is_one_for_gkd(recipe):
     with pytest.raises(ModelError, match=r"method\.teacher: 'model' has the tokenizer of the model") as refused:
         tunekit.data_report(recipe, ["method.teacher=model"])
     assert "use method gkd" in refused.value.hint
+    with pytest.raises(ModelError, match=r"has the tokenizer of the model"):
+        verbs.check(recipe, ["method.teacher=model"])
 
 
 def test_a_teacher_whose_tokens_have_no_certain_bytes_is_refused(recipe):

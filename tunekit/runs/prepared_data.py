@@ -138,8 +138,7 @@ def prepare(
         DataError: No token would be trained on, or the rows do not fit the chat template.
         ModelError: The tokenizer of the model or of its teacher cannot be read, or they are not the same.
     """
-    tokenizer, media = _tokenizer_of(recipe), None
-    teacher = _teacher_tokenizer_of(recipe, tokenizer)
+    (tokenizer, teacher), media = tokenizers_of(recipe), None
     if media_in(data):
         media = MediaTokens(load_processor(recipe.model, tokenizer, media_in(data)))
         if has_teacher(recipe.method):
@@ -159,31 +158,23 @@ def prepare(
     return PreparedData(splits, _facts(splits), report, recipe.data.streaming)
 
 
-def _tokenizer_of(recipe: Recipe) -> "PreTrainedTokenizerBase":
-    """Return the tokenizer of the model, which is that of its teacher too, unless that reads its own tokens.
+def tokenizers_of(recipe: Recipe) -> tuple["PreTrainedTokenizerBase", TeacherTokenizer | None]:
+    """Return the tokenizer of the model, and that of a teacher that reads its own tokens; None where there is none.
 
     Raises:
-        ModelError: One of them cannot be read, or they are not the same.
+        ModelError: One of them cannot be read; or they are not the same, or cannot be aligned, as the method needs it.
     """
     tokenizer = load_tokenizer(recipe.model)
-    if has_teacher(recipe.method) and not recipe.method.spec.teacher_reads_own_tokens:
-        from tunekit.methods.distillation import check_tokens
-
-        teacher = recipe.method.teacher
-        check_tokens(tokenizer, load_tokenizer(teacher), teacher.path)
-    return tokenizer
-
-
-def _teacher_tokenizer_of(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase") -> TeacherTokenizer | None:
-    """Return the tokenizer of a teacher that reads rows in its own tokens.
-
-    Raises:
-        ModelError: It cannot be read, or its tokens cannot be aligned with those of the model.
-    """
-    if not has_teacher(recipe.method) or not recipe.method.spec.teacher_reads_own_tokens:
-        return None
+    if not has_teacher(recipe.method):
+        return tokenizer, None
     section = recipe.method.teacher
-    return TeacherTokenizer.of(tokenizer, recipe.model.path, load_tokenizer(section), section.path)
+    its = load_tokenizer(section)
+    if recipe.method.spec.teacher_reads_own_tokens:
+        return tokenizer, TeacherTokenizer.of(tokenizer, recipe.model.path, its, section.path)
+    from tunekit.methods.distillation import check_tokens
+
+    check_tokens(tokenizer, its, section.path)
+    return tokenizer, None
 
 
 def _facts(splits: tuple[Split, ...]) -> DataFacts:
@@ -245,7 +236,7 @@ def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None 
         DataError: No row is left, the rows do not fit the chat template, or rated answers are all alike.
         ModelError: The tokenizer of the model or of its teacher cannot be read, or they are not the same.
     """
-    tokenizer = _tokenizer_of(recipe)
+    tokenizer, _ = tokenizers_of(recipe)
     if generates(recipe.method):
         data = answered_rows(recipe.method, data, lambda: tokenizer)
     room, answers = room_of(recipe), None
