@@ -110,9 +110,16 @@ def _become(arguments: list[str], given: dict[str, Any]) -> None:
     os._exit(code)
 
 
-def go(folder: str, fault: Fault | None, *, resumes: bool) -> None:
-    """Begin a run or go on with it, in this process; how it ended stands in `answer.json` beside its folder."""
-    beside = Path(folder).parent
+def go(folder: str, fault: Fault | None, *, resumes: bool, notes: str | None = None) -> None:
+    """Begin a run or go on with it, in this process; how it ended stands in `answer.json`.
+
+    Args:
+        folder: The run.
+        fault: What happens to it.
+        resumes: Whether it goes on from a checkpoint.
+        notes: Folder of that file and others. Default: the one with the run's folder in it.
+    """
+    beside = Path(notes or Path(folder).parent)
     with (beside / "output.txt").open("ab") as output:
         for number in (1, 2):
             os.dup2(output.fileno(), number)
@@ -121,7 +128,7 @@ def go(folder: str, fault: Fault | None, *, resumes: bool) -> None:
     from tunekit.process import processes
     from tunekit.runs.run import Run
 
-    Injection(Path(folder), fault).patch()
+    Injection(Path(folder), fault, beside).patch()
     processes.subprocess.Popen = Forked  # type: ignore[misc]
     answer: dict[str, Any] = {"kind": None, "is_told": False}
     try:
@@ -148,10 +155,11 @@ class Injection:
     Args:
         folder: The run.
         fault: None: nothing happens.
+        notes: Folder for the numbers of processes, and what is there before a training.
     """
 
-    def __init__(self, folder: Path, fault: Fault | None) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, fault: Fault | None, notes: Path) -> None:
+        self.folder, self.notes = folder, notes
         self.fault = fault
         self.rank = 0
         self.step = 0
@@ -171,7 +179,7 @@ class Injection:
 
         def work_here(run: Any, *args: Any, place: Any = None, **kwargs: Any) -> None:
             self.rank = 0 if place is None else place.rank
-            with (self.folder.parent / "pids.txt").open("a", encoding="utf-8") as pids:
+            with (self.notes / "pids.txt").open("a", encoding="utf-8") as pids:
                 pids.write(f"{os.getpid()}\n")
             self.come_to("starting")
             work(run, *args, place=place, **kwargs)
@@ -215,7 +223,7 @@ class Injection:
 
     def _on_train_begin(self) -> None:
         if self.rank == 0:
-            _write(self.folder.parent / "before_training.json", contents_of(self.folder / "checkpoints"))
+            _write(self.notes / "before_training.json", contents_of(self.folder / "checkpoints"))
         if self.fault is not None and self.fault.at == "file" and self.fault.rank == self.rank:
             self._files = Files(self.folder, self._on_file)
 
@@ -273,7 +281,7 @@ def _do(fault: Fault, run: Path, value: Any) -> Any:
 
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         case "fill the disk":
-            _fill(run / BALLAST)
+            fill(run / BALLAST)
         case "make it read-only":
             subprocess.run(["mount", "-o", "remount,ro,bind", str(run / "checkpoints")], check=True)
         case "kill a data worker":
@@ -285,7 +293,7 @@ def _do(fault: Fault, run: Path, value: Any) -> Any:
     return value
 
 
-def _fill(ballast: Path) -> None:
+def fill(ballast: Path) -> None:
     """Leave no room on the disk of a file."""
     with ballast.open("ab", buffering=0) as stream:
         for size in (1 << 20, 1 << 12, 1):

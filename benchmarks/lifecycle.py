@@ -3,9 +3,10 @@
     python -m benchmarks.lifecycle [--steps N] [--seed N] [--only ENGINE ...] [--save]
 
 A tiny model is trained. After random waits a process of the run is killed, or its supervisor, or it is stopped, or
-somebody resumes it a second time; while it is not running it is resumed, trained longer, moved to another folder, given
-files of another time, or loses a byte, the end of a file or a whole file of its newest checkpoint. After each of these
-steps it has to hold that
+somebody resumes it a second time or deletes it; while it is not running it is resumed, by two at the same moment too,
+trained longer, moved to another folder, deleted, given files of another time, or loses a byte, the end of a file or a
+whole file of its newest checkpoint; and while it is resumed its disk may fill up. After each of these steps it has to
+hold that
 
 - no process of the run is left once its supervisor is gone,
 - its state is that of a run whose processes are there, or are not,
@@ -13,7 +14,7 @@ steps it has to hold that
 - what is refused has a remedy, and a run without a checkpoint can be started over,
 - a run that ends has the weights of one that nothing happened to, to the bit, after as many steps.
 
-A seed gives the same choices again, not the same moments.
+A seed gives the same choices again, not the same moments. The runs lie on a small disk, which only root can mount.
 """
 
 import argparse
@@ -37,10 +38,10 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from benchmarks.circumstances import circumstances
-from benchmarks.injected import go
-from benchmarks.prepared import ENGINES, Place, Prepared, save_source, started
+from benchmarks.injected import BALLAST, Fault, fill, go
+from benchmarks.prepared import ENGINES, Place, Prepared, mounted, save_source, started
 from tunekit.errors import TunekitError
-from tunekit.launching.stop import stop_run
+from tunekit.launching.stop import delete_run, stop_run
 from tunekit.runs.checkpoints.complete import fault_of, newest_complete, whole_in
 from tunekit.runs.events import FINAL_PHASES
 from tunekit.runs.run import Run
@@ -56,6 +57,12 @@ WAITS = (0.0, 6.0)
 
 END_SECONDS = 300
 """Seconds in which a run that nothing happens to has to end."""
+
+LAST_LINES = 90
+"""Lines of output that are shown of a run that ended without words."""
+
+FILLED_AT = ("before", "starting", "loading", "data", "backward", "optimizer", "evaluation", "result")
+"""Moments at which the disk may fill up."""
 
 
 @dataclass
@@ -90,7 +97,10 @@ class Life:
     ) -> None:
         self.engine, self.reference, self.draws, self.found = engine, reference, draws, found
         self.folder, self.number, self.prepared = folder, 0, prepared
-        self.place = Place.copied(prepared, folder / "0")
+        # Not on the disk that fills up.
+        self.notes = folder.with_name("notes")
+        self.notes.mkdir()
+        self.place = Place.copied(prepared, folder / "0", notes=self.notes)
         self.process: Any = None
         self.length = LENGTHS[0]
         self.told = 0
@@ -110,8 +120,11 @@ class Life:
     def step(self) -> None:
         """Let something happen, and look whether all holds."""
         running: list[Callable[[], None]] = [self.wait, self.kill, self.kill_supervisor, self.stop, self.resume_twice]
-        idle: list[Callable[[], None]] = [self.resume, self.resume, self.resume, self.move, self.touch]
-        idle += [self.damage] if self.told else []
+        running.append(self.delete_running)
+        idle: list[Callable[[], None]] = [self.resume] * 5 + [self.move, self.touch, self.fill_disk]
+        idle += [self.damage, self.resume_at_once] if self.told else []
+        # Not often: it is the end of what the run has been through.
+        idle += [self.delete] if self.draws.random() < 0.2 else []
         act = self.draws.choice(running if self.is_running else idle)
         self.found.steps[act.__name__] += 1
         self.done.append(act.__name__)
@@ -196,7 +209,7 @@ class Life:
             self.fail(f"no remedy: {answer}")
 
     def _answer_of_another(self, run: Path) -> dict[str, Any] | None:
-        beside = self.folder / "other"
+        beside = self.notes / "other"
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir()
         (beside / "run").symlink_to(run)
@@ -205,32 +218,97 @@ class Life:
         answer = beside / "answer.json"
         return json.loads(answer.read_text()) if answer.exists() else None
 
+    def delete_running(self) -> None:
+        """Delete it, which is refused."""
+        try:
+            delete_run(self.run)
+        except TunekitError as error:
+            if not error.hint:
+                self.fail(f"no remedy: {error}")
+            return
+        if self.is_running and not self._ends_soon():
+            self.fail("it was deleted while it was running")
+        self._begin_anew()
+
     # While it is not.
 
     def resume(self) -> None:
         """Begin it, or go on with it; where it has ended, train it longer."""
-        run = self.run
-        if run.state == "finished":
-            self._compare()
-            longer = [length for length in LENGTHS if length > self.length]
-            if not longer:
-                self._begin_anew()
-                return
-            self.length = longer[0]
-            text = (self.place.run / "recipe.yaml").read_text()
-            (self.place.run / "recipe.yaml").write_text(re.sub(r"max_steps: \d+", f"max_steps: {self.length}", text))
-        (self.place.folder / "answer.json").unlink(missing_ok=True)
-        (self.place.folder / "pids.txt").unlink(missing_ok=True)
+        if self._is_to_be_trained():
+            self._start(None)
+            self.process.join(self.draws.uniform(*WAITS))
+            self._hear()
+
+    def fill_disk(self) -> None:
+        """Begin it or go on with it, and fill its disk at some moment; there is room again once it has ended."""
+        if not self._is_to_be_trained():
+            return
+        mark = self.notes / "filled"
+        mark.unlink(missing_ok=True)
+        at = self.draws.choice(FILLED_AT)
+        if at == "before":
+            fill(self.place.run / BALLAST)
+        self._start(None if at == "before" else Fault("fill the disk", at, mark=str(mark)))
+        self.process.join(END_SECONDS)
+        if self.is_running:
+            self.fail("it does not end on a full disk")
+            self._signal(self.process.pid)
+            self.process.join(END_SECONDS)
+        (self.place.run / BALLAST).unlink(missing_ok=True)
+        self._hear()
+
+    def resume_at_once(self) -> None:
+        """Have two resume it at the same moment: one does, and the other is refused."""
+        if not self._is_to_be_trained() or newest_complete(self.place.run).path is None:
+            return
+        self._start(None)
+        other = self._answer_of_another(self.place.run)
+        self.process.join(END_SECONDS)
+        answers = [other, self._hear()]
+        if sum(answer is not None and answer["kind"] is None for answer in answers) != 1:
+            self.fail(f"two resumed it: {answers}")
+        if any(answer is not None and answer["kind"] is not None and not answer["hint"] for answer in answers):
+            self.fail(f"no remedy: {answers}")
+
+    def delete(self) -> None:
+        """Delete it, and begin another."""
+        delete_run(self.run)
+        if self.place.run.exists():
+            self.fail("it was deleted, and is there")
+        self._begin_anew()
+
+    def _is_to_be_trained(self) -> bool:
+        """Make a run that has ended longer; begin another where it is as long as it gets."""
+        if self.run.state != "finished":
+            return True
+        self._compare()
+        longer = [length for length in LENGTHS if length > self.length]
+        if not longer:
+            self._begin_anew()
+            return False
+        self.length = longer[0]
+        text = (self.place.run / "recipe.yaml").read_text()
+        (self.place.run / "recipe.yaml").write_text(re.sub(r"max_steps: \d+", f"max_steps: {self.length}", text))
+        return True
+
+    def _start(self, fault: Fault | None) -> None:
+        for name in ("answer.json", "pids.txt"):
+            (self.notes / name).unlink(missing_ok=True)
         has_begun = newest_complete(self.place.run).path is not None
-        self.process = started(go, str(self.place.run), None, resumes=has_begun)
-        self.process.join(self.draws.uniform(*WAITS))
-        answer = self.place.folder / "answer.json"
-        if answer.exists():
-            outcome = json.loads(answer.read_text())
-            if outcome["kind"] is not None and not outcome["is_told"]:
-                self.fail(f"it ended without words: {outcome}")
-            if outcome["kind"] is not None and not outcome["hint"]:
-                self.fail(f"no remedy: {outcome}")
+        self.process = started(go, str(self.place.run), fault, resumes=has_begun, notes=str(self.notes))
+
+    def _hear(self) -> dict[str, Any] | None:
+        """Return how it ended; None where it has not, or was killed. An error has words and a remedy."""
+        answer = self.notes / "answer.json"
+        if not answer.exists():
+            return None
+        outcome: dict[str, Any] = json.loads(answer.read_text())
+        if outcome["kind"] is not None and not outcome["is_told"]:
+            lines = (self.notes / "output.txt").read_text(errors="replace").splitlines()
+            self.fail("\n".join([f"it ended without words: {outcome}", *lines[-LAST_LINES:]]))
+        if outcome["kind"] is not None and not outcome["hint"]:
+            self.fail(f"no remedy: {outcome}")
+        return outcome
 
     def _compare(self) -> None:
         """Compare the weights of a run that has ended, which may have been before it was to be trained longer."""
@@ -245,12 +323,12 @@ class Life:
         self.told, self.length = 0, LENGTHS[0]
         self.number += 1
         shutil.rmtree(self.place.folder)
-        self.place = Place.copied(self.prepared, self.folder / str(self.number))
+        self.place = Place.copied(self.prepared, self.folder / str(self.number), notes=self.notes)
 
     def move(self) -> None:
         """Move it to another folder."""
         self.number += 1
-        place = Place(self.folder / str(self.number))
+        place = Place(self.folder / str(self.number), self.notes)
         self.place.folder.rename(place.folder)
         self.place = place
 
@@ -322,13 +400,13 @@ def live(engine: str, num_steps: int, seed: int, console: Console) -> Found:
         save_source(folder / "source")
         prepared = Prepared(ENGINES[engine], folder / "prepared", folder / "source")
         reference = reference_of(prepared, folder / "reference")
-        (folder / "lives").mkdir()
-        life = Life(engine, prepared.made, reference, folder / "lives", random.Random(seed), found)
-        for _ in range(num_steps):
-            life.step()
-        if life.is_running:
-            life.kill_supervisor()
-            life.look()
+        with mounted(folder / "disk"):
+            life = Life(engine, prepared.made, reference, folder / "disk", random.Random(seed), found)
+            for _ in range(num_steps):
+                life.step()
+            if life.is_running:
+                life.kill_supervisor()
+                life.look()
     console.print(f"{engine}: {sum(found.steps.values()):,} steps, {found.ended} ends, {len(found.broken)} broken")
     return found
 

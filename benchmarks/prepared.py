@@ -5,6 +5,7 @@ it is learned what files a save writes; one that was cut off after its second ch
 its third.
 """
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -12,6 +13,7 @@ import re
 import shutil
 import subprocess
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -73,23 +75,26 @@ class Place:
 
     Args:
         folder: The folder; the run is `run` in it.
+        notes: Folder for what its processes note of themselves. Default: the same.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, notes: Path | None = None) -> None:
         self.folder = folder
+        self.notes = notes or folder
         self.run = folder / "run"
         self._mounted: list[Path] = []
 
     @classmethod
-    def copied(cls, run: Path, folder: Path, disk: str = "") -> "Place":
+    def copied(cls, run: Path, folder: Path, disk: str = "", notes: Path | None = None) -> "Place":
         """A copy of a run, in a new folder.
 
         Args:
             run: The run.
             folder: The folder.
             disk: What the copy is on; see `benchmarks.faulted.Case`.
+            notes: Folder for what its processes note of themselves.
         """
-        place = cls(folder)
+        place = cls(folder, notes)
         place.run.mkdir(parents=True)
         if disk:
             place._mount("-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", folder=place.run)
@@ -139,7 +144,7 @@ class Place:
 
     def processes(self) -> list[psutil.Process]:
         """Those that worked on the run and are still there."""
-        pids = self.folder / "pids.txt"
+        pids = self.notes / "pids.txt"
         found = []
         for pid in map(int, pids.read_text().split()) if pids.exists() else ():
             try:
@@ -178,6 +183,17 @@ class Place:
         """What its status says."""
         phase: str = json.loads((self.run / "status.json").read_text())["phase"]
         return phase
+
+
+@contextlib.contextmanager
+def mounted(folder: Path) -> Iterator[None]:
+    """Have a new folder on a small disk of its own, which is gone afterwards."""
+    folder.mkdir()
+    _mount("-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder))
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def _mount(*arguments: str) -> None:

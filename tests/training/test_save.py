@@ -20,7 +20,7 @@ from tests.processes import in_processes
 from tests.tiny import save_chats, save_tiny_model
 from tests.training.engines import made, work_in, worked
 from tests.waiting import LIMIT_SECONDS, until
-from tunekit.errors import PlanError, RunError
+from tunekit.errors import DiskError, PlanError, RunError
 from tunekit.runs.checkpoints.complete import (
     MANIFEST,
     clear_drafts,
@@ -382,6 +382,42 @@ def fill(file):
     with file.open("ab", buffering=0) as stream, pytest.raises(OSError, match="No space left on device"):
         while True:
             stream.write(b"\0" * 2**10)
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_before_the_first_step_is_told_and_loses_nothing(folder):
+    from tunekit.launching.local import begin, launch
+
+    with small_disk(folder / "packed", "20m"):
+        run = Run(made(recipe_for(folder, evaluates=False, runs="packed")))
+        filler = folder / "packed" / "filler"
+        fill(filler)
+        with pytest.raises(DiskError, match=r"No space left on device") as refused:
+            launch(run)
+        assert refused.value.hint.startswith("free space on its disk, then start over: tunekit train ")
+        filler.unlink()
+        begin(run)
+        fill(filler)
+        with pytest.raises(DiskError, match=r"^starting: .*No space left on device"):
+            worked(run.path)
+        assert run.state == "failed" and "No space left" in run.status()["exit_reason"]
+        filler.unlink()
+        launch(run)
+        assert run.state == "finished"
+
+
+@pytest.mark.slow
+def test_resuming_on_a_full_disk_is_refused_and_works_once_there_is_room(folder):
+    with small_disk(folder / "resumed", "20m"):
+        run = Run(made(recipe_for(folder, {"max_steps": 2}, evaluates=False, runs="resumed")))
+        worked(run.path)
+        filler = folder / "resumed" / "filler"
+        fill(filler)
+        with pytest.raises(DiskError, match=r"No space left on device") as refused:
+            tunekit.resume(run.path, ["train.max_steps=4"])
+        assert refused.value.hint == f"free space on its disk, then resume with: tunekit resume {run.path}"
+        filler.unlink()
+        assert tunekit.resume(run.path, ["train.max_steps=4"]).status()["step"] == 4
 
 
 def work_while_a_checkpoint_takes_all_room(path):

@@ -54,7 +54,7 @@ from tunekit.runs.prepared_data import (
     save_sample_prompts,
     tokenizers_of,
 )
-from tunekit.runs.record import claimed, free_bytes, place_of_run
+from tunekit.runs.record import claimed, disk_errors, free_bytes, place_of_run
 from tunekit.runs.run import Run, check_free, find_run, runs_named
 from tunekit.runs.small_files import DIED, place_of, write_whole
 from tunekit.tracking.trackers import check_trackers
@@ -372,7 +372,7 @@ def _going_on(run: Run, overrides: AnyOverrides = (), **how: Any) -> Run:
     """A run that is ready to go on and says so already, before another process may look whether it is over."""
     from tunekit.launching.local import begin
 
-    with claimed(run):
+    with claimed(run), disk_errors(run, run.name):
         resumed(run, overrides, **how)
         begin(run)
     return run

@@ -27,7 +27,7 @@ from tunekit.process.processes import LAUNCHERS_OWN, tcp_store
 from tunekit.process.watchdog import forget_beats
 from tunekit.runs.checkpoints.complete import newest_complete
 from tunekit.runs.events import Listener
-from tunekit.runs.record import Record, errors_of, forget_errors, goes_back, told_if_gone
+from tunekit.runs.record import Record, disk_errors, errors_of, forget_errors, goes_back
 from tunekit.runs.run import SEEN_SECONDS, Run
 from tunekit.runs.small_files import Place, forget_request, wait_for
 from tunekit.training.worker import work
@@ -74,7 +74,7 @@ def train_joined(place: Place, make: Callable[[], Run], listener: Listener | Non
     for name in [name for name in os.environ if name.startswith(LAUNCHERS_OWN)]:
         del os.environ[name]
     try:
-        with told_if_gone(run):
+        with disk_errors(run, run.name):
             work(run, listener if place.is_main else None, place)
     except BaseException as error:
         errors = errors_of(run)

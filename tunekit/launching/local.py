@@ -38,7 +38,16 @@ from tunekit.redact import redacting_pipe
 from tunekit.runs.available_actions import words_of
 from tunekit.runs.checkpoints.complete import newest_complete
 from tunekit.runs.events import Listener, read_events
-from tunekit.runs.record import SETTLE_SECONDS, Record, errors_of, forget_errors, goes_back, may_go_back, told_if_gone
+from tunekit.runs.record import (
+    SETTLE_SECONDS,
+    Record,
+    disk_errors,
+    errors_of,
+    forget_errors,
+    goes_back,
+    hold_room,
+    may_go_back,
+)
 from tunekit.runs.run import Run
 from tunekit.runs.small_files import Place, Request, forget_request, requested, write_whole
 
@@ -57,7 +66,7 @@ def launch(run: Run, listener: Listener | None = None) -> None:
         TunekitError: An error that the user can fix, in any of the processes.
         Stopped: The run was stopped.
     """
-    with told_if_gone(run):
+    with disk_errors(run, run.name):
         begin(run)
         recipe, plan = run.recipe, run.plan
         forget_errors(run)
@@ -85,10 +94,16 @@ def launch(run: Run, listener: Listener | None = None) -> None:
 
 
 def begin(run: Run) -> None:
-    """Record that this process works on a run, and drop requests to an earlier attempt."""
-    if not run.is_begun:
-        forget_request(run.path)
-        run.begin()
+    """Record that this process works on a run, and drop requests to an earlier attempt.
+
+    Raises:
+        DiskError: The disk is full.
+    """
+    with disk_errors(run, run.name):
+        if not run.is_begun:
+            forget_request(run.path)
+            run.begin()
+        hold_room(run)
 
 
 class Processes(Protocol):
@@ -115,7 +130,7 @@ def supervise(
         TunekitError: An error that the user can fix, in any of the processes.
         Stopped: The run was stopped.
     """
-    with told_if_gone(run):
+    with disk_errors(run, run.name):
         _Supervisor(run, start, listener).supervise(run.recipe.parallel.max_restarts)
 
 

@@ -58,9 +58,11 @@ DISK_SETTLE_SECONDS = 60
 
 
 def hold_room(run: Run) -> None:
-    """Keep room for the last words of a run."""
-    # Random, for a file system that compresses.
-    (run.path / RESERVE).write_bytes(os.urandom(RESERVE_BYTES))
+    """Reserve disk space for the error of a run, unless it is reserved."""
+    reserve = run.path / RESERVE
+    if not reserve.exists() or reserve.stat().st_size < RESERVE_BYTES:
+        # Random, for a file system that compresses.
+        reserve.write_bytes(os.urandom(RESERVE_BYTES))
 
 
 def give_room(run: Run) -> None:
@@ -211,16 +213,23 @@ class Record:
 
 
 @contextlib.contextmanager
-def told_if_gone(run: Run) -> Iterator[None]:
-    """Within it, failures to read or write files of a missing run folder raise an error that reports it.
+def disk_errors(run: Run, where: str) -> Iterator[None]:
+    """Within it, failures to read or write files of a run folder that is gone or on a full disk raise its own error.
+
+    Args:
+        run: The run.
+        where: What it is at.
 
     Raises:
+        DiskError: The disk is full.
         RunError: The folder is gone.
     """
     try:
         yield
     except OSError as error:
         if (run.path / "status.json").exists():
+            if error.errno in FULL:
+                raise disk_full(run, where, error) from error
             raise
         what = f"{run.path} no longer exists: it was deleted or moved during the run"
         raise RunError(what, hint="train again, and keep the folder until the run has ended") from error

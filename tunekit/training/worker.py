@@ -23,7 +23,7 @@ from tunekit.recipe.functions import importable
 from tunekit.recipe.methods import has_teacher
 from tunekit.redact import Redacting
 from tunekit.runs.events import Listener
-from tunekit.runs.record import FULL, Record, disk_full, first_error_of, hold_room
+from tunekit.runs.record import FULL, Record, disk_errors, disk_full, first_error_of, hold_room
 from tunekit.runs.run import INPUTS, Run
 from tunekit.runs.small_files import Place, forget_request, place_of
 from tunekit.tracking.trackers import Reporting
@@ -60,7 +60,12 @@ def work(run: Run, listener: Listener | None = None, place: Place | None = None,
     with ending.wishes, Reporting(record, run.recipe.output.report_to), importable(run.path.resolve() / INPUTS):
         try:
             heart = watchdog.Heart(run, place)
-            with log.open("a", encoding="utf-8") as stream, library_words_to(stream), heart:
+            with (
+                disk_errors(run, "starting"),
+                log.open("a", encoding="utf-8") as stream,
+                library_words_to(stream),
+                heart,
+            ):
                 has_stopped = _train(record, heart, ending.wishes, supervised=supervised)
         except BaseException as error:
             if ending.is_due_to_a_wish(error):
