@@ -277,12 +277,12 @@ def to_text(spec: dict[str, Any]) -> str:
 ZOOM: dict[str, Any] = {
     "name": "zoom",
     "bind": "scales",
-    # With Shift: the wheel alone scrolls the page.
+    # With Ctrl, as trackpads pinch: the wheel alone scrolls the page. With Shift, browsers turn it sideways.
     "select": {
         "type": "interval",
         "encodings": ["x"],
         "translate": "[pointerdown[event.shiftKey], window:pointerup] > window:pointermove!",
-        "zoom": "wheel![event.shiftKey]",
+        "zoom": "wheel![event.ctrlKey]",
         "clear": "dblclick",
     },
 }

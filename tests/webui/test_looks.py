@@ -45,6 +45,13 @@ def test_settings_of_charts_and_runs_beside_outlive_a_reload(trained_run, worksp
     page.locator("#runs-overlay input").click()
     page.get_by_role("option", name="other").click()
     page.wait_for_function("location.search.includes('with=other')")
+    steps = page.locator("#runs-charts svg.marks").first.locator(".role-axis-label").first
+    before = steps.text_content()
+    page.locator("#runs-charts svg.marks").first.hover()
+    page.keyboard.down("Control")
+    page.mouse.wheel(0, -600)
+    page.keyboard.up("Control")
+    expect(steps).not_to_have_text(before)
     page.locator("#runs-shown input").fill("step_sec")
     page.get_by_role("option", name="step_seconds").click()
     page.keyboard.press("Escape")
