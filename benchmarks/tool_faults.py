@@ -239,7 +239,7 @@ class _Trial:
             "data": {"train": str(self.source / "prompts.jsonl"), "max_length": 200},
             "method": method,
             "adapter": "full",
-            "train": {"max_steps": STEPS, "global_batch_size": EPISODES, "learning_rate": 1e-3, "save_steps": 1},
+            "train": {"max_steps": STEPS, "global_batch_size": EPISODES, "learning_rate": 1e-4, "save_steps": 1},
             "output": {"dir": str(self.place.run), "sample_prompts": []},
         }
 
