@@ -139,7 +139,9 @@ def test_installed_wheel_copies_and_checks_recipes(bare: Path, tmp_path: Path) -
     copied = run(bare, tmp_path, "tunekit", "recipes", "copy", "sft/quickstart", "mine.yaml")
     assert copied.returncode == 0, copied.stderr
     original = (ROOT / "recipes" / "sft" / "quickstart.yaml").read_text()
-    assert (tmp_path / "mine.yaml").read_text() == original
+    first, _, rest = (tmp_path / "mine.yaml").read_text().partition("\n")
+    assert first == "# yaml-language-server: $schema=recipe.schema.json" and rest == original
+    assert (tmp_path / "recipe.schema.json").is_file()
     checked = run(bare, tmp_path, "tunekit", "check", "mine.yaml", "train.learning_rte=1")
     assert checked.returncode == 2
     assert "did you mean" in checked.stderr and "Traceback" not in checked.stderr

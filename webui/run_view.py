@@ -50,7 +50,7 @@ class Parts:
     seen: gr.Textbox
     head: gr.HTML
     warnings: gr.HTML
-    shown: gr.Dropdown
+    selection: gr.Dropdown
     plots: list[gr.Plot]
     no_curves: gr.HTML
     samples: gr.HTML
@@ -65,8 +65,8 @@ class Parts:
     def outputs(self) -> list[Any]:
         """In the order of what `look` answers."""
         return [
-            self.seen, self.head, self.warnings, self.no_curves, *self.plots, self.shown, self.order, self.completions,
-            self.samples, self.checkpoints, self.result, self.recipe, self.plan,
+            self.seen, self.head, self.warnings, self.no_curves, *self.plots, self.selection, self.order,
+            self.completions, self.samples, self.checkpoints, self.result, self.recipe, self.plan,
         ]  # fmt: skip
 
 
@@ -95,7 +95,7 @@ def build(
     controls.build(page, site, words, run_name, tick)
     with gr.Tabs(elem_id="runs-tabs"):
         with gr.Tab(words("runs.tab_charts"), id="charts"):
-            looks, shown = _looks(words)
+            looks, selection = _looks(words)
             no_curves = gr.HTML(elem_id="runs-no-curves", visible=False)
             with gr.Row(elem_id="runs-charts"):
                 plots = [
@@ -126,7 +126,7 @@ def build(
         seen_state,
         head,
         warnings,
-        shown,
+        selection,
         plots,
         no_curves,
         samples,
@@ -147,7 +147,7 @@ def build(
             return with_charts(kept, chosen, charts.kinds_of(reader.series))
 
     overlaid = looks[-1]
-    choosing = shown.input(choose, [run_name, shown, kept], kept, show_progress="hidden")
+    choosing = selection.input(choose, [run_name, selection, kept], kept, show_progress="hidden")
     for listen in (run_name.change, tick.tick, order.input, *(control.input for control in looks), choosing.then):
         listen(
             refresh, inputs, parts.outputs, show_progress="hidden", trigger_mode="always_last",
@@ -186,11 +186,11 @@ def _looks(words: Words) -> tuple[list[Any], gr.Dropdown]:
         overlaid = gr.Dropdown(
             [], multiselect=True, max_choices=MAX_OVERLAID, label=words("runs.overlay"), elem_id="runs-overlay"
         )
-        shown = gr.Dropdown(
+        selection = gr.Dropdown(
             [], multiselect=True, max_choices=NUM_CHARTS, label=words("runs.shown_charts"),
             info=words("runs.shown_charts_help"), elem_id="runs-shown",
         )  # fmt: skip
-    return [smoothing, is_log, by, clip, overlaid], shown
+    return [smoothing, is_log, by, clip, overlaid], selection
 
 
 def axis_radio(words: Words, *, elem_id: str) -> gr.Radio:
@@ -273,9 +273,9 @@ def _changed(
             if reader.is_behind:
                 return _reading(share_read(reader), head, words)
             marks.append((reader.read_bytes, reader.num_events))
-    shown: Any = gr.skip()
-    if is_new("shown", kinds, keys):
-        shown = gr.update(choices=[(kind.title(words), kind.key) for kind in kinds], value=keys)
+    selection: Any = gr.skip()
+    if is_new("selection", kinds, keys):
+        selection = gr.update(choices=[(kind.title(words), kind.key) for kind in kinds], value=keys)
     if is_new("charts", [other.name for other in others], marks, view, keys):
         drawn = drawings(run, others, view, words, [kind for key in keys for kind in kinds if kind.key == key])
         plots = [gr.Plot(value=drawing, visible=True) for drawing in drawn]
@@ -285,7 +285,7 @@ def _changed(
     if is_new("recipe", _mark(run.path / "recipe.yaml"), _mark(run.path / "plan.yaml")):
         recipe, plan = recipe_of(run), plan_of(run, words)
     return [
-        json.dumps(now), head, warnings, no_curves, *plots, shown, choice, completions,
+        json.dumps(now), head, warnings, no_curves, *plots, selection, choice, completions,
         samples, checkpoints, result, recipe, plan,
     ]  # fmt: skip
 
