@@ -79,10 +79,10 @@ def test_package_of_an_extra_can_be_absent_and_names_the_extra() -> None:
 def test_fixes_are_a_script_that_installs_what_is_needed_and_names_the_rest() -> None:
     requires = ["torch>=2.11,<2.14", "peft>=0.21,<1", 'vllm>=0.24; extra == "vllm"', 'wandb>=0.22; extra == "tracking"']
     versions = {"torch": "2.10.1", "peft": None, "vllm": None, "wandb": "0.21"}
-    found = compare(requires, ["vllm", "tracking"], versions)
+    packages = compare(requires, ["vllm", "tracking"], versions)
     slow = Feature("attention", False, "needs flash-attn", "pip install flash-attn --no-build-isolation")
     packaged = Feature("trackers", False, "needs vllm", "pip install 'tunekit[vllm]'")
-    diagnosis = Diagnosis("0.1.0", "CPython", "Linux", None, found, (slow, packaged))
+    diagnosis = Diagnosis("0.1.0", "CPython", "Linux", None, packages, (slow, packaged))
     script = diagnosis.fixes()
     assert script.splitlines() == [
         "# torch 2.10.1, needs >=2.11,<2.14",

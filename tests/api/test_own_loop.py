@@ -7,6 +7,7 @@ import pytest
 import tunekit
 from tests.tiny import save_chats, save_tiny_model
 from tunekit.errors import RunError
+from tunekit.runs.record import RESERVE
 from tunekit.runs.run import Run
 
 RECIPE = {
@@ -41,6 +42,7 @@ def test_a_loop_of_ones_own_trains_as_a_run_does_and_its_run_can_be_finished(her
     assert values(run) == values(whole)
     assert {"plan", "engine", "log", "checkpoint"} <= set(heard)
     assert run.state == "interrupted" and not run.model_path.exists()
+    assert not (run.path / RESERVE).exists()
     trainer.save_model(here / "mine")
     assert (here / "mine" / "model.safetensors").is_file()
     assert tunekit.resume(run).state == "finished"

@@ -39,7 +39,7 @@ def run(folder: Path, *command: str) -> str:
 
 @pytest.fixture(scope="module")
 def function(folder: Path) -> str:
-    """What `--install-completion` has bash read."""
+    """The shell function that `--install-completion` installs."""
     return run(folder, "tunekit", "--show-completion", "bash")
 
 

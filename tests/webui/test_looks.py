@@ -21,16 +21,16 @@ def test_charts_are_the_default_ones_until_they_are_chosen():
     assert shown_charts(None, SFT) == ["loss", "grad_norm"]
     assert shown_charts({"charts": 7, "hidden": [None]}, SFT) == ["loss", "grad_norm"]
     # One is hidden, one added, and the order changed.
-    kept = with_charts({"clip": True}, ["step_seconds", "loss"], SFT)
-    assert shown_charts(kept, SFT) == ["step_seconds", "loss"] and kept["clip"]
+    settings = with_charts({"clip": True}, ["step_seconds", "loss"], SFT)
+    assert shown_charts(settings, SFT) == ["step_seconds", "loss"] and settings["clip"]
 
 
 def test_a_choice_of_charts_of_one_run_leaves_those_of_others():
-    kept = with_charts({}, ["step_seconds", "loss"], SFT)
-    assert shown_charts(kept, DPO) == ["loss", "margins"]
-    kept = with_charts(kept, ["logps/chosen", "margins"], DPO)
-    assert shown_charts(kept, DPO) == ["logps/chosen", "margins"]
-    assert shown_charts(kept, SFT) == ["step_seconds"], "the loss is hidden, and so is the norm"
+    settings = with_charts({}, ["step_seconds", "loss"], SFT)
+    assert shown_charts(settings, DPO) == ["loss", "margins"]
+    settings = with_charts(settings, ["logps/chosen", "margins"], DPO)
+    assert shown_charts(settings, DPO) == ["logps/chosen", "margins"]
+    assert shown_charts(settings, SFT) == ["step_seconds"], "the loss is hidden, and so is the norm"
 
 
 @pytest.mark.slow

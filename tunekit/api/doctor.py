@@ -115,7 +115,7 @@ class Diagnosis:
         lines = [f"# {package.name} {package.version or 'is missing'}, needs {package.bounds}" for package in broken]
         if broken:
             requirements = (f"{package.name}{package.bounds}" for package in broken)
-            lines.append(shlex.join([sys.executable, "-m", "pip", "install", *requirements]))
+            lines.append(_pip_install(*requirements))
         by_package = {None, *(package.hint for package in self.packages)}
         lines += [f"# {feature.name}: {feature.hint}" for feature in self.features if feature.hint not in by_package]
         by_extra: dict[str, list[str]] = {}
@@ -123,9 +123,12 @@ class Diagnosis:
             if package.state == "absent" and package.extra is not None:
                 by_extra.setdefault(package.extra, []).append(package.name)
         for extra, names in by_extra.items():
-            command = shlex.join([sys.executable, "-m", "pip", "install", f"tunekit[{extra}]"])
-            lines.append(f"# optional, {', '.join(names)}: {command}")
+            lines.append(f"# optional, {', '.join(names)}: {_pip_install(f'tunekit[{extra}]')}")
         return "\n".join(lines or ["# nothing is missing"])
+
+
+def _pip_install(*requirements: str) -> str:
+    return shlex.join([sys.executable, "-m", "pip", "install", *requirements])
 
 
 def diagnose() -> Diagnosis:

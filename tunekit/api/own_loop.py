@@ -17,7 +17,7 @@ from tunekit.recipe.functions import importable
 from tunekit.recipe.load import AnyOverrides
 from tunekit.runs.events import Event
 from tunekit.runs.fingerprints import read_recipe
-from tunekit.runs.record import Record
+from tunekit.runs.record import Record, give_room
 from tunekit.runs.run import INPUTS, Run
 from tunekit.runs.small_files import Place, place_of
 from tunekit.training.measured_memory import set_allocator
@@ -92,6 +92,7 @@ def _built(run: Run, on_event: Callable[[Event], None] | None) -> "RunTrainer":
         def on_train_end(self, *_: object, **__: object) -> None:
             record.update_status(phase="interrupted", exit_reason=EXIT_REASON)
             record.write("phase", phase="interrupted")
+            give_room(run)
 
     record = Record(run, Place(), on_event)
     watch = Watch(record, run.plan, Heart(run, Place()))
