@@ -4,6 +4,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -168,7 +169,8 @@ def tokenizers_of(recipe: Recipe) -> tuple["PreTrainedTokenizerBase", TeacherTok
     if not has_teacher(recipe.method):
         return tokenizer, None
     section = recipe.method.teacher
-    its = load_tokenizer(section)
+    with _errors_of_teacher():
+        its = load_tokenizer(section)
     if recipe.method.spec.teacher_reads_own_tokens:
         return tokenizer, TeacherTokenizer.of(tokenizer, recipe.model.path, its, section.path)
     from tunekit.methods.distillation import check_tokens
@@ -333,13 +335,20 @@ def _check_teacher_reads(teacher: ModelSection, recipe: Recipe, images: MediaTok
     from tunekit.methods.distillation import check_images
 
     section = teacher.model_copy(update={name: dict(recipe.model)[name] for name in PROCESSORS})
-    try:
+    with _errors_of_teacher():
         processor = load_processor(section, load_tokenizer(teacher), ["image"])
+    pictures = (picture for rows in sources for row in rows.rows for picture in pictures_in(row))
+    check_images(images, MediaTokens(processor), pictures, teacher.path)
+
+
+@contextmanager
+def _errors_of_teacher() -> Iterator[None]:
+    """Within it, errors of loading a model name the teacher."""
+    try:
+        yield
     except ModelError as error:
         problem = error.problem.removeprefix("model.path: ")
         raise ModelError(f"method.teacher: {problem}", hint=error.hint) from error
-    pictures = (picture for rows in sources for row in rows.rows for picture in pictures_in(row))
-    check_images(images, MediaTokens(processor), pictures, teacher.path)
 
 
 def _check_all_have_pictures(sources: Iterable[Rows]) -> None:
