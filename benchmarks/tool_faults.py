@@ -57,6 +57,10 @@ MAX_GROWTH_BYTES = 150 * 2**20
 CODES = {"goes on": 0, "fails": 2, "is given up": HUNG_CODE, "stops": 128 + signal.SIGTERM, "killed": -signal.SIGKILL}
 """Exit codes by how a run ends."""
 
+GAME_ROWS, PLAIN_ROWS = "prompts.jsonl", "whole_prompts.jsonl"
+ROWS = {GAME_ROWS: "Guess my number.", PLAIN_ROWS: "Guess my number. Begin at {start}."}
+"""Files of prompts: an environment adds the number itself, and without it the model does not call the tool."""
+
 AHEAD = "an answer that is asked for a step ahead"
 
 REMEDY_OF_TIME = "if it only takes long, raise method.tool_timeout_seconds"
@@ -162,8 +166,11 @@ class ToolBench:
         self._num = 0
         self._whole: dict[tuple[str, str], tuple[Place, int]] = {}
         save_calling_model(folder / "model")
-        rows = [{"prompt": [{"role": "user", "content": "Guess my number."}], "start": start} for start in (1, 2)]
-        (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        for name, words in ROWS.items():
+            rows = [
+                {"prompt": [{"role": "user", "content": words.format(start=start)}], "start": start} for start in (1, 2)
+            ]
+            (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def run(self, case: ToolCase) -> Outcome:
         """Let a case happen, resume the run where it ended, and see what came of it."""
@@ -224,6 +231,7 @@ class _Trial:
         (self.folder / "recipe.yaml").write_text(json.dumps(self._recipe()))
 
     def _recipe(self) -> dict[str, Any]:
+        rows = PLAIN_ROWS if self.case.group == "tool" else GAME_ROWS
         method: dict[str, Any] = {
             "type": "grpo",
             "rewards": ["tool_trouble:judge"],
@@ -236,7 +244,7 @@ class _Trial:
             method |= {"environment": "tool_trouble:Game", "tool_timeout_seconds": TIMEOUT_SECONDS}
         return {
             "model": str(self.source / "model"),
-            "data": {"train": str(self.source / "prompts.jsonl"), "max_length": 200},
+            "data": {"train": str(self.source / rows), "max_length": 200},
             "method": method,
             "adapter": "full",
             "train": {"max_steps": STEPS, "global_batch_size": EPISODES, "learning_rate": 1e-4, "save_steps": 1},
