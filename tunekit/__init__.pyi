@@ -2,6 +2,7 @@
 
 from tunekit.api.background import start as start
 from tunekit.api.background import start_resume as start_resume
+from tunekit.api.background import start_sweep as start_sweep
 from tunekit.api.devices import DeviceState as DeviceState
 from tunekit.api.devices import devices as devices
 from tunekit.api.notebook import ui as ui
@@ -16,6 +17,7 @@ from tunekit.api.verbs import launch as launch
 from tunekit.api.verbs import plan as plan
 from tunekit.api.verbs import preview as preview
 from tunekit.api.verbs import resume as resume
+from tunekit.api.verbs import save_good_rows as save_good_rows
 from tunekit.api.verbs import stop as stop
 from tunekit.api.verbs import sweep_plans as sweep_plans
 from tunekit.api.verbs import train as train
@@ -50,6 +52,8 @@ from tunekit.inference.generate import generate as generate
 from tunekit.inference.reward_trial import RewardTrial as RewardTrial
 from tunekit.inference.serve import serve as serve
 from tunekit.launching.stop import delete_run as delete_run
+from tunekit.launching.usage import Usage as Usage
+from tunekit.launching.usage import UsageMeter as UsageMeter
 from tunekit.migration.migration import migrate as migrate
 from tunekit.migration.report import Migration as Migration
 from tunekit.planner.plan import Plan as Plan
@@ -90,6 +94,7 @@ from tunekit.runs.reader import last_events as last_events
 from tunekit.runs.run import Run as Run
 from tunekit.runs.run import find_run as find_run
 from tunekit.runs.run import list_runs as list_runs
+from tunekit.runs.run import set_note as set_note
 from tunekit.runs.run import set_tags as set_tags
 from tunekit.sweeps.begin import sweep as sweep
 from tunekit.sweeps.conduct import resume_sweep as resume_sweep

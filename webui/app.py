@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from fastapi.responses import RedirectResponse, Response
 from starlette.requests import Request
 
+from webui.download_route import add_download
 from webui.failures import Pages
 from webui.pages import PAGES
 from webui.report_route import add_report
@@ -63,6 +64,7 @@ def make_app(site: Site) -> FastAPI:
     """The application: every page in every language."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     add_report(app, site)
+    add_download(app, site)
     for language in sorted(LANGUAGES, key=prefix, reverse=True):
         _add_home(app, language)
         _mount(app, site, Words(language))

@@ -1,4 +1,4 @@
-"""The page that compares runs: their curves in one chart, how their recipes differ, what came out, and answers."""
+"""The page that compares runs: their curves in the same charts, how their recipes differ, results, and answers."""
 
 from collections.abc import Sequence
 from html import escape
@@ -11,11 +11,14 @@ import tunekit
 from webui import charts
 from webui.history import history_of, share_read
 from webui.listing import listing_of
-from webui.looks import MAX_SMOOTHING, keep, kept_looks, looks_in
+from webui.looks import MAX_SMOOTHING, keep, kept_looks, looks_in, shown_charts, with_charts
 from webui.run_parts import empty, pictured, reading, result_rows, table
-from webui.run_view import axis_radio
+from webui.run_view import NUM_CHARTS, axis_radio
 from webui.site import Site
 from webui.words import Words, next_step, told
+
+NUM_OTHERS = 7
+"""Number of values in each response besides charts."""
 
 MAX_RUNS = 8
 """Runs that are compared at once; there are as many colours."""
@@ -38,7 +41,6 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
     message = gr.HTML(elem_id="compare-message")
     with gr.Column(visible=False) as several:
         with gr.Row():
-            kind = gr.Dropdown([], label=words("compare.measure"), elem_id="compare-measure", min_width=160)
             by = axis_radio(words, elem_id="compare-by")
             smoothing = gr.Slider(
                 0,
@@ -51,12 +53,20 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
             )
             is_log = gr.Checkbox(label=words("runs.log_scale"), elem_id="compare-log-scale", min_width=120)
             clip = gr.Checkbox(label=words("runs.clip"), elem_id="compare-clip", min_width=120)
-        plot = gr.Plot(show_label=False, container=False, elem_id="compare-plot", elem_classes="runs-chart")
+        selection = gr.Dropdown(
+            [], multiselect=True, max_choices=NUM_CHARTS, label=words("runs.shown_charts"),
+            info=words("runs.shown_charts_help"), elem_id="compare-shown",
+        )  # fmt: skip
+        with gr.Row(elem_id="compare-charts", elem_classes="runs-charts"):
+            plots = [
+                gr.Plot(visible=False, show_label=False, container=False, elem_classes="runs-chart", min_width=300)
+                for _ in range(NUM_CHARTS)
+            ]
         parts = [_part(words, key) for key in ("recipes", "results", "samples")]
     seen_state = gr.Textbox("", visible=False)
     tick = gr.Timer(site.tick_seconds)
-
     stored = kept_looks()
+
     keep(stored, smoothing=smoothing, is_log=is_log, by=by, clip=clip)
 
     def opened(kept: Any, request: gr.Request) -> list[Any]:
@@ -68,20 +78,26 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
         ]
 
     def refresh(
-        names: list[str], kind: str | None, by: Any, smoothing: float, is_log: bool, clip: bool, seen: str
+        names: list[str], by: Any, smoothing: float, is_log: bool, clip: bool, seen: str, kept: Any
     ) -> list[Any]:
         view = charts.View(smoothing, is_log, by if by in charts.AXES else "step", clip)
-        return look(site, words, names or [], kind, view, seen)
+        return look(site, words, names or [], view, seen, kept)
 
     update: dict[str, Any] = {
         "fn": refresh,
-        "inputs": [runs, kind, by, smoothing, is_log, clip, seen_state],
-        "outputs": [message, several, kind, plot, *parts, seen_state],
+        "inputs": [runs, by, smoothing, is_log, clip, seen_state, stored],
+        "outputs": [message, several, selection, *plots, *parts, seen_state],
         "show_progress": "hidden",
         "trigger_mode": "always_last",
     }
     page.load(opened, stored, [runs, by, smoothing, is_log, clip], show_progress="hidden").then(**update)
-    for listen in (tick.tick, runs.input, kind.input, by.input, smoothing.input, is_log.input, clip.input):
+
+    def choose(names: list[str], chosen: list[str], kept: Any) -> Any:
+        runs, _ = _readable(site, (names or [])[:MAX_RUNS])
+        return with_charts(kept, chosen, charts.kinds_of(_logged(runs)))
+
+    choosing = selection.input(choose, [runs, selection, stored], stored, show_progress="hidden")
+    for listen in (tick.tick, runs.input, by.input, smoothing.input, is_log.input, clip.input, choosing.then):
         listen(**update)
     runs.input(None, runs, None, js=ADDRESS)
 
@@ -97,36 +113,46 @@ def asked_for(request: gr.Request, names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(run_names))[:MAX_RUNS]
 
 
-def look(site: Site, words: Words, names: Sequence[str], kind: str | None, view: charts.View, seen: str) -> list[Any]:
+def look(site: Site, words: Words, names: Sequence[str], view: charts.View, seen: str, kept: Any = None) -> list[Any]:
     """Return the changes of a comparison since a browser's last request."""
-    unchanged: list[Any] = [gr.skip()] * 8
     if len(names) < 2:
-        few = _too_few(site, words)
-        return [few, gr.Column(visible=False), *[gr.skip()] * 5, ""]
+        return _nothing(_too_few(site, words))
     runs, faults = _readable(site, names[:MAX_RUNS])
     if len(runs) < 2:
-        return [faults, gr.Column(visible=False), *[gr.skip()] * 5, ""]
+        return _nothing(faults)
     try:
-        marks, logged = [], dict[str, None]()
+        marks = []
         for run in runs:
             with history_of(run, patient=True) as reader:
                 if reader.is_behind:
-                    return [reading(share_read(reader), words), *[gr.skip()] * 6, ""]
+                    return [reading(share_read(reader), words), *[gr.skip()] * (NUM_OTHERS - 2 + NUM_CHARTS), ""]
                 marks.append((run.name, reader.read_bytes, reader.num_events))
-                logged |= dict.fromkeys(reader.series)
-        now = repr((marks, kind, view, faults))
+        kinds = charts.kinds_of(_logged(runs))
+        keys = shown_charts(kept, kinds)[:NUM_CHARTS]
+        now = repr((marks, keys, view, faults))
         if now == seen:
-            return unchanged
-        kinds = charts.kinds_of(logged)
-        chosen = next((chart_kind for chart_kind in kinds if chart_kind.key == kind), kinds[0] if kinds else None)
-        choices = [(chart_kind.title(words), chart_kind.key) for chart_kind in kinds]
-        drawing = None if chosen is None else drawn(runs, chosen, view, words)
+            return [gr.skip()] * (NUM_OTHERS + NUM_CHARTS)
+        chosen = [kind for key in keys for kind in kinds if kind.key == key]
+        plots = [gr.Plot(value=drawn(runs, kind, view, words), visible=True) for kind in chosen]
+        plots += [gr.Plot(visible=False)] * (NUM_CHARTS - len(plots))
+        choice = gr.update(choices=[(kind.title(words), kind.key) for kind in kinds], value=keys)
         parts = [differences(runs, words), results(runs, words), answers(runs, words)]
-        choice = gr.Dropdown(choices=choices, value=chosen and chosen.key)
-        state = repr((marks, chosen and chosen.key, view, faults))
-        return [faults, gr.Column(visible=True), choice, drawing, *parts, state]
+        return [faults, gr.Column(visible=True), choice, *plots, *parts, now]
     except tunekit.TunekitError as error:
-        return [told(error), gr.Column(visible=False), *[gr.skip()] * 5, ""]
+        return _nothing(told(error))
+
+
+def _nothing(message: str) -> list[Any]:
+    return [message, gr.Column(visible=False), *[gr.skip()] * (NUM_OTHERS - 3 + NUM_CHARTS), ""]
+
+
+def _logged(runs: Sequence[tunekit.Run]) -> list[str]:
+    """Return the names of what runs log."""
+    names = dict[str, None]()
+    for run in runs:
+        with history_of(run) as reader:
+            names |= dict.fromkeys(reader.series)
+    return list(names)
 
 
 def _readable(site: Site, names: Sequence[str]) -> tuple[list[tunekit.Run], str]:
@@ -176,17 +202,43 @@ def differences(runs: Sequence[tunekit.Run], words: Words) -> str:
 
 
 def results(runs: Sequence[tunekit.Run], words: Words) -> str:
-    """Render the results of runs side by side."""
-    table_rows = []
+    """Render the results of runs side by side, the best ones marked."""
+    table_rows, losses = [], list[dict[str, Any]]()
     for run in runs:
         with history_of(run) as reader:
             result = reader.newest("result")
         table_rows.append(dict(result_rows(result, words)) if result is not None else {})
+        losses.append(result or {})
     names = list(dict.fromkeys(name for rows in table_rows for name in rows))
     if not names:
         return empty(words("compare.no_results"))
-    rows = [[escape(name), *(escape(row.get(name, "–")) for row in table_rows)] for name in names]
+    best = _best(runs, losses, words)
+    rows = [
+        [
+            escape(name),
+            *(
+                f"<strong class='compare-best'>{escape(row.get(name, '–'))} ★</strong>"
+                if place in best.get(name, ())
+                else escape(row.get(name, "–"))
+                for place, row in enumerate(table_rows)
+            ),
+        ]
+        for name in names
+    ]
     return table([words("compare.what"), *(run.name for run in runs)], rows, kind="runs-texts runs-sides")
+
+
+def _best(runs: Sequence[tunekit.Run], results: Sequence[dict[str, Any]], words: Words) -> dict[str, set[int]]:
+    """Return the places of the lowest losses, by their row; none where the methods differ."""
+    if len({run.recipe.method.type for run in runs}) > 1:
+        return {}
+    best = {}
+    for key, name in (("loss", "last_loss"), ("eval_loss", "eval_loss")):
+        values = {place: result[name] for place, result in enumerate(results) if result.get(name) is not None}
+        if len(set(values.values())) > 1:
+            lowest = min(values.values())
+            best[words(f"runs.{key}")] = {place for place, value in values.items() if value == lowest}
+    return best
 
 
 def answers(runs: Sequence[tunekit.Run], words: Words) -> str:

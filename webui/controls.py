@@ -1,4 +1,4 @@
-"""Actions on a run: stop, continue, clone, tag, delete; and why it failed.
+"""Actions on a run: stop, resume, clone, tag, annotate, delete; and why it failed.
 
 What a browser sees is compared with what the run is at now, at every tick, and only what has changed is answered. A
 button that cannot act is disabled, and the reason stands below. Where the pages only show, none of them is there.
@@ -25,8 +25,7 @@ GO = "(url) => { if (url) window.location = url; }"
 
 def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick: gr.Timer) -> None:
     """The panel. `run_name` says of which run; it is asked again at every tick."""
-    # Its last part are tags, of which a page shows none at first.
-    seen_state = gr.Textbox(" []", visible=False)
+    seen_state = gr.Textbox("", visible=False)
     if site.read_only:
         panel = _Shown(
             seen_state, gr.HTML(elem_id="controls-line"), gr.HTML(elem_id="controls-diagnosis", visible=False)
@@ -56,9 +55,9 @@ def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick:
     )  # fmt: skip
     with gr.Accordion(words("controls.manage"), open=False, elem_id="controls-manage") as manage:
         form = ResumeForm(site, words, run_name)
-        tags, path = _tags_and_folder(words)
+        tags, note, path = _tags_and_folder(words)
         deletion = _Deletion(site, words, run_name)
-    panel = _Shown(seen_state, line, card, stop, stop_now, talk, clone, mend, form, tags, path, deletion)
+    panel = _Shown(seen_state, line, card, stop, stop_now, talk, clone, mend, form, tags, note, path, deletion)
 
     def refresh(name: str, seen: str, chosen: str) -> list[Any]:
         return look(site, words, name, seen, panel, chosen)
@@ -78,6 +77,8 @@ def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick:
     # `input` is not told of words that were typed. What is on the disk already changes nothing there.
     tagged = tags.change(lambda *asked: _tag(site, *asked), [run_name, tags, seen_state], problem)
     tagged.then(refresh, **again)
+    noted = note.blur(lambda *given: _note(site, *given), [run_name, note, seen_state], problem)
+    noted.then(refresh, **again)
     deletion.attach(problem)
 
 
@@ -95,6 +96,7 @@ class _Shown:
     mend: gr.Button | None = None
     form: ResumeForm | None = None
     tags: gr.Dropdown | None = None
+    note: gr.Textbox | None = None
     path: gr.Textbox | None = None
     deletion: "_Deletion | None" = None
 
@@ -105,7 +107,7 @@ class _Shown:
         if self.form is None or self.deletion is None:
             return always
         buttons = [self.stop, self.stop_now, self.talk, self.clone, self.mend]
-        return [*always, *buttons, *self.form.outputs, self.tags, self.path, self.deletion.help]
+        return [*always, *buttons, *self.form.outputs, self.tags, self.note, self.path, self.deletion.help]
 
 
 def look(site: Site, words: Words, name: str, seen: str, shown: _Shown, chosen: str = "") -> list[Any]:
@@ -130,12 +132,14 @@ def look(site: Site, words: Words, name: str, seen: str, shown: _Shown, chosen: 
         digest = f"none {error}"
         return nothing if seen == digest else [digest, told(error), gr.HTML("", visible=False), *_nothing_to_do(shown)]
     all_tags = [] if shown.form is None else tags_in(site)
-    # How far it is stands elsewhere. Tags are compared by themselves: a browser that adds some is not to lose them.
+    # How far it is stands elsewhere. Tags and note are compared by themselves: a browser that edits them is not to lose
+    # its edits.
     shows = asdict(replace(situation, step=0, updated=0.0))
-    own_tags = json.dumps(situation.tags)
-    digest = f"{hashlib.sha256(f'{name} {shows} {all_tags}'.encode()).hexdigest()} {own_tags}"
+    own = {"tags": list(situation.tags), "note": situation.note}
+    digest = json.dumps({"shows": hashlib.sha256(f"{name} {shows} {all_tags}".encode()).hexdigest(), **own})
     if seen == digest:
         return nothing
+    before = _answered(seen)
     failed = situation.diagnosis
     always = [
         digest,
@@ -153,10 +157,17 @@ def look(site: Site, words: Words, name: str, seen: str, shown: _Shown, chosen: 
         gr.Button(link=site.link(words.language, "new", from_=f"run:{name}"), interactive=True),
         gr.Button(visible=bool(failed and failed.can_go_on and failed.changes and situation.can_go_on)),
         *shown.form.updates(situation, chosen),
-        gr.Dropdown(choices=all_tags, **({} if seen.endswith(f" {own_tags}") else {"value": list(situation.tags)})),
+        gr.Dropdown(choices=all_tags, **({} if before["tags"] == own["tags"] else {"value": own["tags"]})),
+        gr.skip() if before["note"] == own["note"] else own["note"],
         str(run.path),
         f"<p>{escape(words('controls.delete_help', name=name))}</p>",
     ]
+
+
+def _answered(seen: str) -> dict[str, Any]:
+    """Return the tags and the note that a browser was answered last; at first it shows none."""
+    answered = json.loads(seen) if seen.startswith("{") else {}
+    return {"tags": answered.get("tags", []), "note": answered.get("note", "")}
 
 
 def _nothing_to_do(shown: _Shown) -> list[Any]:
@@ -164,7 +175,7 @@ def _nothing_to_do(shown: _Shown) -> list[Any]:
     if shown.form is None:
         return []
     disabled = [gr.Button(interactive=False)] * 4
-    return [*disabled, gr.Button(visible=False), *shown.form.disabled(), gr.skip(), "", ""]
+    return [*disabled, gr.Button(visible=False), *shown.form.disabled(), gr.skip(), gr.skip(), "", ""]
 
 
 def line_of(words: Words, found: Situation, *, read_only: bool = False) -> str:
@@ -262,7 +273,7 @@ class _Deletion:
         return message(""), self._site.link(self._words.language, "runs")
 
 
-def _tags_and_folder(words: Words) -> tuple[gr.Dropdown, gr.Textbox]:
+def _tags_and_folder(words: Words) -> tuple[gr.Dropdown, gr.Textbox, gr.Textbox]:
     with gr.Row():
         tags = gr.Dropdown(
             [], multiselect=True, allow_custom_value=True, label=words("controls.tags"),
@@ -271,7 +282,10 @@ def _tags_and_folder(words: Words) -> tuple[gr.Dropdown, gr.Textbox]:
         path = gr.Textbox(
             label=words("controls.path"), interactive=False, buttons=["copy"], elem_id="controls-path", min_width=280
         )
-    return tags, path
+    note = gr.Textbox(
+        "", label=words("runs.note"), info=words("controls.note_help"), lines=2, max_lines=12, elem_id="controls-note"
+    )
+    return tags, note, path
 
 
 def _stop(site: Site, name: str, *, now: bool) -> Any:
@@ -284,11 +298,23 @@ def _stop(site: Site, name: str, *, now: bool) -> Any:
 
 def _tag(site: Site, name: str, tags: list[str], seen: str) -> Any:
     # What the browser was answered is nobody's wish: an answer that is late comes after words that were typed.
-    if seen.endswith(f" {json.dumps(tags)}"):
+    if _answered(seen)["tags"] == tags:
         return gr.skip()
     try:
         run = site.run(name)
         tunekit.set_tags(run, tags)
+    except tunekit.TunekitError as error:
+        return message(told(error))
+    situation.forget(run)
+    return message("")
+
+
+def _note(site: Site, name: str, note: str, seen: str) -> Any:
+    if _answered(seen)["note"] == note:
+        return gr.skip()
+    try:
+        run = site.run(name)
+        tunekit.set_note(run, note)
     except tunekit.TunekitError as error:
         return message(told(error))
     situation.forget(run)

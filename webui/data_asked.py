@@ -125,14 +125,14 @@ def _text(asked: Asked) -> str:
     if learns.generates:
         method["max_completion_length"] = max(1, min(MOST_ANSWER_TOKENS, asked.max_length // 2))
     if learns.is_rewarded and asked.rewards.strip():
-        method["rewards"] = _rewards(asked.rewards)
+        method["rewards"] = rewards_in(asked.rewards)
     if learns.has_teacher:
         method["teacher"] = asked.model
     recipe = {"model": asked.model or "pico", "data": {**data, "columns": dict(asked.columns)}, "method": method}
     return yaml.safe_dump(recipe, allow_unicode=True, sort_keys=False)
 
 
-def _rewards(text: str) -> object:
+def rewards_in(text: str) -> object:
     """Rewards as they are written in a recipe: one word, several with commas between, or a list of YAML."""
     try:
         read = yaml.safe_load(f"[{text}]" if not text.lstrip().startswith(("[", "-")) else text)

@@ -21,7 +21,7 @@ from webui.data_asked import Asked, address_of, asked_in, is_remote, methods, re
 from webui.data_fields import Fields, anew, choices
 from webui.failures import told_by
 from webui.site import Site
-from webui.uploads import SUFFIXES, save_uploads
+from webui.uploads import SUFFIXES, place_of_good_rows, save_uploads
 from webui.words import Words, told
 
 ROWS = 5
@@ -49,6 +49,7 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
         table = gr.HTML(elem_id="data-columns", padding=False)
         fields.make_mapping()
     bad = gr.HTML(elem_id="data-bad", padding=False)
+    drop = gr.Button(words("data.drop_bad"), visible=False, size="sm", elem_id="data-drop-bad")
     rows = gr.HTML(elem_id="data-rows", padding=False)
     with gr.Row(visible=False, elem_id="data-pages") as pages:
         back = gr.Button(words("data.previous"), elem_id="data-previous", size="sm", min_width=80)
@@ -59,7 +60,7 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
     address = gr.Textbox(visible=False)
     measured = _build_measuring(site, words, fields)
     tried = _build_rewards(site, words, fields)
-    outputs = [status, mapping, table, bad, rows, pages, back, where, forth, start, use, address]
+    outputs = [status, mapping, table, bad, drop, rows, pages, back, where, forth, start, use, address]
     outputs += [*measured, *tried, *fields.found]
 
     def look(start: int, *values: Any) -> list[Any]:
@@ -118,6 +119,18 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
         request = replace(anew(fields.asked(*values)), path=name)
         return [gr.Dropdown(choices=choices(site), value=name), *_look(site, words, fields, request, 0)]
 
+    def drop_bad(*values: Any) -> list[Any]:
+        asked = fields.asked(*values)
+        try:
+            place = place_of_good_rows(site, asked.path)
+            work.call("save_good_rows", recipe_of(site, asked), path=str(place), key=asked.key)
+        except tunekit.TunekitError as error:
+            return [gr.skip(), *_shown(words, fields, status=told(error))]
+        # Its columns are the same, and so is what they are read as.
+        request = replace(asked, path=place.relative_to(site.root.resolve()).as_posix())
+        return [gr.Dropdown(choices=choices(site), value=request.path), *_look(site, words, fields, request, 0)]
+
+    attach(drop.click, drop_bad, fields.inputs, outputs=[fields.path, *outputs])
     attach(fields.upload.upload, upload, [fields.upload, *fields.inputs], outputs=[fields.path, *outputs])
 
 
@@ -145,6 +158,7 @@ def _look(site: Site, words: Words, fields: Fields, asked: Asked, start: int) ->
         mapping=gr.Accordion(visible=bool(preview.columns), open=needs_mapping),
         table=data_view.columns_table(words, preview),
         bad=data_view.bad_rows(words, preview),
+        drop=gr.Button(visible=bool(preview.bad and preview.rows) and not asked.origin and not site.read_only),
         rows=data_view.rows_html(words, preview),
         pages=gr.Row(visible=bool(preview.rows) and (start > 0 or not is_end)),
         back=gr.Button(interactive=start > 0),
@@ -173,6 +187,7 @@ def _shown(words: Words, fields: Fields, *, found: list[Any] | None = None, **gi
         "mapping": gr.Accordion(visible=False),
         "table": "",
         "bad": "",
+        "drop": gr.Button(visible=False),
         "rows": "",
         "pages": gr.Row(visible=False),
         "back": gr.Button(interactive=False),

@@ -10,9 +10,12 @@ import gradio as gr
 import tunekit
 from webui import exports
 from webui.history import steps_of
+from webui.jobs import Progress
 from webui.run_parts import empty, table
 from webui.site import Site
 from webui.words import Words, told
+
+GGUF_TYPES = ("q8_0", "f16", "bf16")
 
 RESULT = ""
 """Value of the choice that is no checkpoint."""
@@ -40,6 +43,16 @@ def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick:
             [(words("export.dtype_auto"), "auto"), *((name, name) for name in ("bfloat16", "float16", "float32"))],
             value="auto", label=words("export.dtype"), elem_id="export-dtype", min_width=180,
         )  # fmt: skip
+    with gr.Row():
+        gguf = gr.Dropdown(
+            [(words("export.gguf_none"), ""), *((name, name) for name in GGUF_TYPES)], value="", label="GGUF",
+            info=words("export.gguf_help"), elem_id="export-gguf", min_width=200,
+        )  # fmt: skip
+        push = gr.Textbox(
+            label=words("export.push"), info=words("export.push_help"), placeholder="owner/name", max_lines=1,
+            elem_id="export-push", min_width=240,
+        )  # fmt: skip
+        private = gr.Checkbox(True, label=words("export.private"), elem_id="export-private", min_width=160)
     dest = gr.Textbox(label=words("export.dest"), info=words("export.dest_help"), max_lines=1, elem_id="export-dest")
     start = gr.Button(
         words("export.start"), variant="primary", interactive=False, size="md", elem_id="export-start"
@@ -51,8 +64,12 @@ def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick:
     def refresh(name: str, seen: str) -> list[Any]:
         return look(site, words, name, seen)
 
-    def export(name: str, checkpoint: str, kind: str, dtype: str, dest: str) -> Any:
-        return begin(site, words, name, checkpoint=checkpoint, kind=kind, dtype=dtype, dest=dest)
+    def export(
+        name: str, checkpoint: str, kind: str, dtype: str, dest: str, gguf: str, push: str, private: bool
+    ) -> Any:
+        asked: dict[str, Any] = {"gguf": gguf or None, "push": push.strip() or None}
+        asked["private"] = bool(private and asked["push"])
+        return begin(site, words, name, checkpoint=checkpoint, kind=kind, dtype=dtype, dest=dest, **asked)
 
     update: dict[str, Any] = {
         "fn": refresh,
@@ -61,7 +78,9 @@ def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick:
         "show_progress": "hidden",
     }
     gr.on([run_name.change, tick.tick], **update, trigger_mode="always_last")
-    begun = start.click(export, [run_name, checkpoint, kind, dtype, dest], status, show_progress="hidden")
+    begun = start.click(
+        export, [run_name, checkpoint, kind, dtype, dest, gguf, push, private], status, show_progress="hidden"
+    )
     begun.then(**update)
     # An adapter stays in the type that it was trained in.
     kind.change(
@@ -69,12 +88,26 @@ def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick:
     )
 
 
-def begin(site: Site, words: Words, name: str, *, checkpoint: str, kind: str, dtype: str, dest: str) -> Any:
+def begin(
+    site: Site,
+    words: Words,
+    name: str,
+    *,
+    checkpoint: str,
+    kind: str,
+    dtype: str,
+    dest: str,
+    gguf: str | None = None,
+    push: str | None = None,
+    private: bool = False,
+) -> Any:
     """Begin an export, or say why not."""
     try:
         run = site.run(name)
         to = site.inside(dest) if dest and dest.strip() else None
-        exports.begin(run, to, kind=kind, dtype=dtype, checkpoint=checkpoint or None)
+        exports.begin(
+            run, to, kind=kind, dtype=dtype, checkpoint=checkpoint or None, gguf=gguf, push=push, private=private
+        )
     except tunekit.TunekitError as error:
         return told(error)
     return _busy("waiting", words)
@@ -88,7 +121,8 @@ def look(site: Site, words: Words, name: str, seen: str) -> list[Any]:
         run = site.run(name)
         state, progress = run.state, exports.progress_of(run)
         folders = sorted(path.name for path in (run.path / "checkpoints").glob("checkpoint-*"))
-        exported = exports.exports_in(run, progress.folder if progress is not None else None)
+        made = None if progress is None or progress.result is None else progress.result.folder
+        exported = exports.exports_in(run, made)
         mark = repr((name, state, folders, progress, [path for path, _ in exported]))
         if mark == seen:
             return [gr.skip()] * 7
@@ -101,9 +135,7 @@ def look(site: Site, words: Words, name: str, seen: str) -> list[Any]:
         return ["", "", told(error), *[gr.skip()] * 4]
 
 
-def _choices(
-    run: tunekit.Run, words: Words, state: str, progress: exports.Progress | None, *, is_new: bool
-) -> list[Any]:
+def _choices(run: tunekit.Run, words: Words, state: str, progress: Progress | None, *, is_new: bool) -> list[Any]:
     """Checkpoint, kind, button and status."""
     of_steps = [(words("export.step", step=step), str(step)) for step in steps_of(run)]
     choices = [(words("export.result"), RESULT), *of_steps] if state == "finished" else of_steps
@@ -158,7 +190,7 @@ def _shown(site: Site, words: Words, made: Sequence[tuple[Path, dict[str, Any]]]
     head = [words(f"export.{key}") for key in ("folder", "what", "size", "check")]
     rows = [
         [
-            f"<code>{escape(_place(site, folder))}</code>",
+            f"<code>{escape(_place(site, folder))}</code>{_download(site, words, folder)}",
             escape(f"{export['kind']}, {export['dtype']}"),
             f"{export['total_bytes'] / 2**20:,.1f} MiB",
             _check(words, export),
@@ -166,6 +198,13 @@ def _shown(site: Site, words: Words, made: Sequence[tuple[Path, dict[str, Any]]]
         for folder, export in made
     ]
     return table(head, rows, kind="export-made")
+
+
+def _download(site: Site, words: Words, folder: Path) -> str:
+    if site.read_only or not folder.resolve().is_relative_to(site.root.resolve()):
+        return ""
+    address = site.link("en", "download", path=_place(site, folder))
+    return f" <a href='{escape(address)}' download>{escape(words('export.download'))}</a>"
 
 
 def _place(site: Site, folder: Path) -> str:

@@ -6,7 +6,7 @@ Of the events only the end of the file is looked at, and of what does not change
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,10 @@ class Line:
         tokens_per_second: How fast it is, or was last.
         seconds_left: Until the last step, if it goes on as it does.
         started: When, in seconds since the epoch.
+        seconds: From then until its last sign of life, pauses included.
         tags: What it was marked with.
+        note: The user's note on it.
+        recipe: Its recipe.
     """
 
     name: str
@@ -52,7 +55,10 @@ class Line:
     tokens_per_second: float | None = None
     seconds_left: float | None = None
     started: float = 0.0
+    seconds: float | None = None
     tags: tuple[str, ...] = ()
+    note: str = ""
+    recipe: tunekit.Recipe | None = field(default=None, repr=False, compare=False)
 
     @property
     def is_over(self) -> bool:
@@ -73,6 +79,7 @@ class Listing:
         self._lines: tuple[Line, ...] = ()
         self._read = float("-inf")
         self._known: dict[tuple[str, str], tuple[object, Any]] = {}
+        self._fields: tuple[tuple[tuple[str, int], ...], dict[str, dict[str, str]]] = ((), {})
 
     def lines(self) -> tuple[Line, ...]:
         """All runs, the newest first."""
@@ -97,6 +104,22 @@ class Listing:
             raise tunekit.TunekitError(f"no run {name!r} in runs", hint="it was deleted; see the table of runs")
         return line
 
+    def fields(self, lines: Sequence[Line]) -> dict[str, dict[str, str]]:
+        """Return the recipe fields in which runs differ: their values by run and key."""
+        compared = [(line.name, line.recipe) for line in lines if line.recipe is not None]
+        mark = tuple((name, id(recipe)) for name, recipe in compared)
+        with self._lock:
+            if self._fields[0] == mark:
+                return self._fields[1]
+        differing = tunekit.recipe_diff(*(recipe for _, recipe in compared))
+        fields = {
+            name: {key: value for key, values in differing.items() if (value := values[place]) is not None}
+            for place, (name, _) in enumerate(compared)
+        }
+        with self._lock:
+            self._fields = mark, fields
+        return fields
+
     def _folders(self) -> list[Path]:
         """Folders of runs; not what is only linked to from there."""
         if not self._root.is_dir():
@@ -118,8 +141,11 @@ class Listing:
                 step=status["step"],
                 num_steps=status["num_steps"],
                 started=status["started"],
+                seconds=status["updated"] - status["started"],
                 **self._figures(logs, evaluation, state, status),
                 tags=tuple(run.tags),
+                note=run.note,
+                recipe=recipe["recipe"],
             )
         except (tunekit.TunekitError, OSError, ValueError, KeyError):
             # It is being deleted or written just now, or was damaged, or is of another version.
@@ -168,12 +194,13 @@ def seconds_left(logs: Sequence[tunekit.Event], num_steps: int | None) -> float 
     return max(0.0, rate * (num_steps - int(logs[-1]["step"])))
 
 
-def _asked(run: tunekit.Run) -> dict[str, str]:
+def _asked(run: tunekit.Run) -> dict[str, Any]:
     recipe = run.recipe
     path = Path(recipe.model.path)
     # A run that went on from another one's result trains a folder with the same name in each.
     folder = path.parent.name if path.name == "model" else path.name
-    return {"method": recipe.method.type, "model": folder if path.is_absolute() else recipe.model.path}
+    model = folder if path.is_absolute() else recipe.model.path
+    return {"method": recipe.method.type, "model": model, "recipe": recipe}
 
 
 def _last_logs(path: Path) -> tuple[list[tunekit.Event], tunekit.Event]:

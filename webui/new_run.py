@@ -13,7 +13,7 @@ from typing import Any
 import gradio as gr
 
 import tunekit
-from webui import draft, plan_panel
+from webui import draft, plan_panel, sweep_panel
 from webui.fields import shown
 from webui.form import Form, classes_of, faults_by_entry, info_of, make_form
 from webui.form_lock import ACT, DONE, EDIT, FIELDS, MERGED, SETTLED, WANT, make_lock, make_mark, send
@@ -85,6 +85,7 @@ class NewRun:
         words = self.words
         self.problems = gr.HTML(elem_id="form-problems")
         self.launch = plan_panel.make_launch(words)
+        sweep_panel.build(self.site, words, self.text)
         for component in (self.text, self.known, self.faults, *self.form):
             component.render()
         with gr.Accordion(words("form.differences"), open=False):

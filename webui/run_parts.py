@@ -6,7 +6,7 @@ from html import escape
 from typing import Any, Literal
 
 import tunekit
-from webui import charts
+from webui import charts, usage
 from webui.listing import Line
 from webui.words import Words
 
@@ -101,7 +101,9 @@ def head(run: tunekit.Run, line: Line, reader: tunekit.EventReader, words: Words
         f"<div class='runs-head'><h1>{escape(line.name)}</h1>{state_words(line.state, words)}"
         f"<ul class='runs-facts'>{items}</ul>{_progress(line, words)}{_way(line, words)}"
         f"<p id='runs-now' aria-live='polite'>{escape(_now(run, line, words))}</p>"
+        + ("" if line.is_over else usage.bars(usage.usage_of(run), words))
         + (f"<p class='runs-reason'>{escape(tunekit.redacted(ended))}</p>" if ended else "")
+        + (f"<p class='runs-note-text'>{escape(line.note)}</p>" if line.note else "")
         + _restarts(reader, words)
         + "</div>"
     )

@@ -16,7 +16,7 @@ import yaml
 from gradio.components.plot import PlotData
 
 import tunekit
-from webui import charts, controls, export_view, log_view, run_parts
+from webui import charts, controls, evaluate_view, export_view, log_view, run_parts
 from webui.history import history_of, share_read
 from webui.listing import Line, listing_of
 from webui.looks import MAX_SMOOTHING, keep, looks_in, shown_charts, with_charts
@@ -97,7 +97,7 @@ def build(
         with gr.Tab(words("runs.tab_charts"), id="charts"):
             looks, selection = _looks(words)
             no_curves = gr.HTML(elem_id="runs-no-curves", visible=False)
-            with gr.Row(elem_id="runs-charts"):
+            with gr.Row(elem_id="runs-charts", elem_classes="runs-charts"):
                 plots = [
                     gr.Plot(visible=False, show_label=False, container=False, elem_classes="runs-chart", min_width=300)
                     for _ in range(NUM_CHARTS)
@@ -120,6 +120,8 @@ def build(
             checkpoints = gr.HTML(elem_id="runs-checkpoints")
         with gr.Tab(words("runs.tab_result"), id="result"):
             result = gr.HTML(elem_id="runs-result")
+        with gr.Tab(words("evaluate.tab"), id="evaluate"):
+            evaluate_view.build(page, site, words, run_name, tick)
         with gr.Tab(words("export.tab"), id="export"):
             export_view.build(page, site, words, run_name, tick)
     parts = Parts(

@@ -1,26 +1,35 @@
-"""The page of the runs: a table of all, and with `?run=NAME` one of them."""
+"""The page of the runs: a table of all, or with `?tag=TAG` of some, and with `?run=NAME` one of them."""
 
-from collections.abc import Sequence
-from html import escape
+import json
 from typing import Any
 
 import gradio as gr
+from gradio.components.plot import PlotData
 
-import tunekit
-from webui import run_view
-from webui.listing import Line, listing_of
+from webui import devices_view, run_view
+from webui.listing import listing_of
 from webui.looks import kept_looks
-from webui.run_parts import SYMBOLS, duration, empty, moment, state_words
+from webui.parallel import plot_of
+from webui.run_parts import SYMBOLS
+from webui.runs_chosen import ChosenRuns
+from webui.runs_table import (
+    COLUMNS,
+    DEFAULT_COLUMNS,
+    ORDERS,
+    column_title,
+    columns_in,
+    found,
+    kept_columns,
+    ordered,
+    table_of,
+)
 from webui.site import Site
-from webui.words import Words, next_step
-
-ORDERS = ("started", "name", "measure", "held_out", "tokens_per_second")
-"""Columns that the table is sorted by."""
+from webui.words import Words
 
 CHOOSING = """
 // Which runs are chosen stays with the browser while the table is written anew below it.
 const chosen = new Set();
-let focused = null;
+let focused = null, sent = "[]";
 function paint() {
   const boxes = [...element.querySelectorAll("input[name=run]")];
   for (const box of boxes) box.checked = chosen.has(box.value);
@@ -30,6 +39,9 @@ function paint() {
     button.disabled = few;
     element.querySelector("#runs-why").hidden = !few;
   }
+  // Only what is seen: what a search hides is not to be deleted.
+  const seen = JSON.stringify(boxes.filter((box) => box.checked).map((box) => box.value));
+  if (seen !== sent) trigger("input", { runs: JSON.parse(sent = seen) });
   if (focused && document.activeElement === document.body) document.getElementById(focused)?.focus();
 }
 element.addEventListener("change", (event) => {
@@ -37,6 +49,10 @@ element.addEventListener("change", (event) => {
   if (event.target.checked) chosen.add(event.target.value);
   else chosen.delete(event.target.value);
   paint();
+});
+element.addEventListener("click", (event) => {
+  const tag = event.target.closest(".runs-tag");
+  if (tag) trigger("select", { value: tag.dataset.tag });
 });
 document.addEventListener("focusin", (event) => { focused = element.contains(event.target) ? event.target.id : null; });
 new MutationObserver(paint).observe(element, { childList: true, subtree: true });
@@ -49,28 +65,32 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
     run_name = gr.Textbox("", visible=False)
     tick = gr.Timer(site.tick_seconds, active=False)
     # Inside a column that is not shown, nothing would be read from the browser.
-    stored = kept_looks()
+    stored, columns = kept_looks(), kept_columns()
     with gr.Column() as all_runs:
-        listen = _build_table(site, words)
+        listen = _build_table(site, words, columns)
+        devices_view.build(page, site, words, listen[0])
     with gr.Column(visible=False) as one_run:
         looks = run_view.build(page, site, words, run_name, tick, stored)
-    table_tick, update = listen
+    table_tick, tags, shown, update = listen
 
-    def opened(kept: Any, request: gr.Request) -> list[Any]:
+    def opened(kept: Any, kept_columns: Any, request: gr.Request) -> list[Any]:
         name = request.query_params.get("run", "")
         is_one = bool(name)
         return [
             gr.Column(visible=not is_one), gr.Column(visible=is_one), gr.Timer(active=is_one),
-            gr.Timer(active=not is_one), name,
+            gr.Timer(active=not is_one), name, gr.update(value=request.query_params.getlist("tag")),
+            gr.update(value=columns_in(kept_columns)),
             *run_view.opened_looks(site, name, request.query_params.getlist("with"), kept),
         ]  # fmt: skip
 
-    outputs = [all_runs, one_run, tick, table_tick, run_name, *looks]
-    page.load(opened, stored, outputs, show_progress="hidden").then(**update)
+    outputs = [all_runs, one_run, tick, table_tick, run_name, tags, shown, *looks]
+    page.load(opened, [stored, columns], outputs, show_progress="hidden").then(**update)
 
 
-def _build_table(site: Site, words: Words) -> tuple[gr.Timer, dict[str, Any]]:
-    """The table with what finds runs in it; its timer, and how it is filled."""
+def _build_table(
+    site: Site, words: Words, kept: gr.BrowserState
+) -> tuple[gr.Timer, gr.Dropdown, gr.Dropdown, dict[str, Any]]:
+    """The table with what finds runs in it; its timer, the fields of tags and columns, and how it is filled."""
     gr.Markdown(f"# {words('runs.title')}")
     with gr.Row(elem_id="runs-find"):
         search = gr.Textbox(
@@ -80,148 +100,73 @@ def _build_table(site: Site, words: Words) -> tuple[gr.Timer, dict[str, Any]]:
             [(words(f"runs.state_{state}"), state) for state in SYMBOLS],
             multiselect=True, label=words("runs.state"), elem_id="runs-states", min_width=200,
         )  # fmt: skip
-        tags = gr.Dropdown([], multiselect=True, label=words("runs.tags"), elem_id="runs-tags", min_width=200)
-        orders = [(words(f"runs.{key}"), key) for key in ORDERS]
-        order = gr.Dropdown(orders, value="started", label=words("runs.sort"), elem_id="runs-sort", min_width=160)
+        # An address may name a tag that no run has yet.
+        tags = gr.Dropdown(
+            [], multiselect=True, allow_custom_value=True, label=words("runs.tags"), elem_id="runs-tags", min_width=200
+        )
+        order = gr.Dropdown(
+            _choices(ORDERS, words), value="started", label=words("runs.sort"), elem_id="runs-sort", min_width=160
+        )
+    with gr.Accordion(words("runs.columns"), open=False, elem_id="runs-columns-fold"):
+        columns = gr.Dropdown(
+            _choices(COLUMNS, words), value=list(DEFAULT_COLUMNS), multiselect=True, label=words("runs.columns"),
+            info=words("runs.columns_help"), elem_id="runs-columns",
+        )  # fmt: skip
+        plot = gr.Plot(visible=False, show_label=False, container=False, elem_id="runs-parallel")
     output = gr.HTML(elem_id="runs-list", js_on_load=CHOOSING)
     seen_state = gr.Textbox("", visible=False)
     tick = gr.Timer(site.tick_seconds, active=False)
 
-    def fill(search: str, states: list[str], tags: list[str], order: Any, seen: str) -> list[Any]:
+    def fill(search: str, states: list[str], tags: list[str], order: Any, shown: list[str], seen: str) -> list[Any]:
         lines = listing_of(site.root).lines()
+        fields = listing_of(site.root).fields(lines)
         all_tags = sorted({tag for line in lines for tag in line.tags})
-        page = table_of(ordered(lines, order), site, words, search=search, states=states or (), tags=tags or ())
-        mark = repr((hash(page), all_tags))
+        keys = list(dict.fromkeys(key for values in fields.values() for key in values))
+        sorted_lines = ordered(lines, order, fields)
+        looked_for: dict[str, Any] = {"search": search, "states": states or (), "tags": tags or ()}
+        shown = columns_in(shown)
+        page = table_of(sorted_lines, site, words, columns=shown, fields=fields, **looked_for)
+        drawing = plot_of(found(lines, **looked_for), [key for key in shown if "." in key], fields, words)
+        mark = json.dumps([hash(page), all_tags, keys, hash(drawing)])
         if mark == seen:
-            return [gr.skip(), gr.skip(), gr.skip()]
-        return [page, gr.Dropdown(choices=all_tags), mark]
+            return [gr.skip()] * 6
+        return [
+            page,
+            gr.update(choices=all_tags),
+            gr.update(choices=_choices((*ORDERS, *(key for key in shown if "." in key)), words)),
+            gr.update(choices=_choices((*COLUMNS, *keys), words)),
+            gr.Plot(
+                visible=drawing is not None,
+                **({} if drawing is None else {"value": PlotData(type="altair", plot=drawing)}),
+            ),
+            mark,
+        ]
 
-    update = {"fn": fill, "inputs": [search, states, tags, order, seen_state], "outputs": [output, tags, seen_state]}
-    update |= {"show_progress": "hidden", "trigger_mode": "always_last"}
-    for listen in (tick.tick, search.input, states.input, tags.input, order.input):
-        listen(**update)
-    return tick, update
-
-
-def ordered(lines: Sequence[Line], by: Any) -> list[Line]:
-    """Return runs in the order of a column, the best first; those without a value last, and otherwise the newest first.
-
-    Args:
-        lines: The runs, the newest first.
-        by: One of `ORDERS`; anything else: the newest first.
-    """
-    if by == "name":
-        return sorted(lines, key=lambda line: line.name)
-    if by not in ("measure", "held_out", "tokens_per_second"):
-        return list(lines)
-
-    def place(line: Line) -> tuple[bool, str, float]:
-        value = {"measure": line.value, "held_out": line.held_out}.get(by, line.tokens_per_second)
-        if value is None:
-            return True, "", 0.0
-        if by == "tokens_per_second":
-            return False, "", -value
-        # Losses and rewards are not compared with each other.
-        return False, line.measure, value if tunekit.direction_of(line.measure, ()) == "less" else -value
-
-    return sorted(lines, key=place)
-
-
-def found(lines: Sequence[Line], search: str, states: Sequence[str], tags: Sequence[str]) -> list[Line]:
-    """The runs that have every word that is looked for, one of the states, and all tags."""
-    words_searched = search.lower().split()
-    return [
-        line
-        for line in lines
-        if all(
-            any(word in text.lower() for text in (line.name, line.method, line.model, *line.tags))
-            for word in words_searched
-        )
-        and (not states or line.state in states)
-        and set(tags) <= set(line.tags)
-    ]
-
-
-def table_of(
-    lines: Sequence[Line],
-    site: Site,
-    words: Words,
-    *,
-    search: str = "",
-    states: Sequence[str] = (),
-    tags: Sequence[str] = (),
-) -> str:
-    """The table as HTML: a form that leads to the comparison of the runs that are ticked."""
-    if not lines:
-        return _no_runs(site, words)
-    some = found(lines, search, states, tags)
-    if not some:
-        return empty(words("runs.none_found", num=len(lines)))
-    keys = (
-        "compare",
-        "name",
-        "state",
-        "method",
-        "model",
-        "step",
-        "measure",
-        "held_out",
-        "tokens_per_second",
-        "left",
-        "started",
-    )
-    heads = "".join(f"<th scope='col' class='runs-{key}'>{escape(words(f'runs.{key}'))}</th>" for key in keys)
-    rows = "".join(_row(line, site, words) for line in some)
-    return (
-        f"<form action='{escape(site.link(words.language, 'compare'))}' method='get'>"
-        f"<table class='runs-table runs-all'><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
-        f"<p class='runs-compare-line'><button class='shell-button' disabled>{escape(words('runs.compare_chosen'))}"
-        f"</button> <span id='runs-why'>{escape(words('runs.choose_two'))}</span></p></form>"
-    )
-
-
-def _row(line: Line, site: Site, words: Words) -> str:
-    name = escape(line.name)
-    link = escape(site.link(words.language, "runs", run=line.name))
-    tags = "".join(f" <span class='runs-tag'>{escape(tag)}</span>" for tag in line.tags)
-    pick = (
-        f"<input type='checkbox' name='run' value='{name}' id='pick-{name}' "
-        f"aria-label='{escape(words('runs.pick', name=line.name))}'>"
-    )
-    steps = f"{line.step:,}" if line.num_steps is None else f"{line.step:,} / {line.num_steps:,}"
-    remaining = "–" if line.seconds_left is None else duration(line.seconds_left, words)
-    cells = {
-        "compare": pick,
-        "name": f"<a id='run-{name}' href='{link}'>{name}</a>{tags}",
-        "state": state_words(line.state, words),
-        "method": escape(line.method),
-        "model": escape(line.model),
-        "step": steps,
-        "measure": _measure(line, words),
-        "held_out": "–" if line.held_out is None else f"{line.held_out:.4g}",
-        "tokens_per_second": "–" if line.tokens_per_second is None else f"{line.tokens_per_second:,.0f}",
-        "left": escape(remaining),
-        "started": moment(line.started) if line.started else "–",
+    update: dict[str, Any] = {
+        "fn": fill,
+        "inputs": [search, states, tags, order, columns, seen_state],
+        "outputs": [output, tags, order, columns, plot, seen_state],
+        "show_progress": "hidden",
+        "trigger_mode": "always_last",
     }
-    return "<tr>" + "".join(
-        f"<td class='runs-{key}{' runs-unknown' if cell == '–' else ''}' data-label='{escape(words(f'runs.{key}'))}'>"
-        f"{cell}</td>"
-        for key, cell in cells.items()
-    ) + "</tr>"  # fmt: skip
+    for listen in (tick.tick, search.input, states.input, tags.input, order.input, columns.input):
+        listen(**update)
+    columns.input(None, columns, kept, js="(columns) => [columns]")
+
+    def only(chosen: list[str] | None, event: gr.EventData) -> Any:
+        return gr.update(value=list(dict.fromkeys([*(chosen or []), str(event.value)])))
+
+    output.select(only, tags, tags, show_progress="hidden").then(**update)
+    if not site.read_only:
+        ChosenRuns(site, words).attach(output, update)
+    return tick, tags, columns, update
 
 
-def _measure(line: Line, words: Words) -> str:
-    """Return the metric that best tells whether a run learns."""
-    if line.value is None:
-        return "–"
-    kind = {"reward": "reward", "rewards/margins": "margins", "margin": "margins"}.get(line.measure, "loss")
-    return f"{escape(words(f'charts.{kind}'))} {line.value:.4g}"
+def _plot(drawing: str | None) -> gr.Plot:
+    if drawing is None:
+        return gr.Plot(visible=False)
+    return gr.Plot(value=PlotData(type="altair", plot=drawing), visible=True)
 
 
-def _no_runs(site: Site, words: Words) -> str:
-    new = site.link(words.language, "new", from_="recipe:sft/quickstart")
-    link = "" if site.read_only else next_step(new, words("runs.start"))
-    return (
-        f"<div class='runs-empty'><p>{escape(words('runs.none'))}</p>{link}"
-        f"<p>{escape(words('runs.in_terminal'))} <code>tunekit train sft/quickstart</code></p></div>"
-    )
+def _choices(keys: tuple[str, ...], words: Words) -> list[tuple[str, str]]:
+    return [(column_title(key, words), key) for key in keys]

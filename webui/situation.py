@@ -37,6 +37,7 @@ class Situation:
         stopping: What is waited for, in words, while it ends that was asked to here; None where nothing is.
         stopped: How it ended that was asked to here, or why it did not, in words.
         tags: Its tags.
+        note: The user's note on it.
         checkpoints: Its checkpoints, once it is over.
         diagnosis: Why it ended before it was done, where that is so.
         is_read: Whether all that happened was read; the losses of the checkpoints are told then.
@@ -52,6 +53,7 @@ class Situation:
     stopping: str | None = None
     stopped: str | None = None
     tags: tuple[str, ...] = ()
+    note: str = ""
     checkpoints: tuple[tunekit.Checkpoint, ...] = ()
     diagnosis: tunekit.Diagnosis | None = None
     is_read: bool = True
@@ -152,6 +154,7 @@ def _look(run: tunekit.Run, before: Situation | None) -> Situation:
         behind=_behind(run) if state == "queued" else (),
         wish=tunekit.stop_wish(run),
         tags=tuple(run.tags),
+        note=run.note,
     )
     if state in OVER or state == "stuck":
         if before is not None and before.is_read and (before.state, before.updated) == (state, situation.updated):

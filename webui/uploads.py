@@ -63,6 +63,12 @@ def save_uploads(site: Site, paths: Sequence[str | Path]) -> Path:
     return target / rows.name
 
 
+def place_of_good_rows(site: Site, path: str) -> Path:
+    """Return a new file beside one of the workspace, where what its rows name is found too."""
+    file = site.inside(path)
+    return _free(file.parent, f"{_stem(file.name)}-good", ".jsonl")
+
+
 def _check(site: Site, file: Path) -> None:
     if not file.name.lower().endswith(SUFFIXES):
         known_suffixes = ", ".join(SUFFIXES)

@@ -148,3 +148,15 @@ def test_the_command_line_comes_back_and_says_how_to_watch_and_stop(workspace):
     run = Run(said.split()[0])
     assert f"tunekit stop {run.path}" in said
     assert ended(run) == "finished"
+
+
+def test_a_detached_sweep_is_there_at_once_and_ends_by_itself(workspace):
+    folder = tunekit.start_sweep("mine.yaml", ["train.learning_rate=1e-4,1e-3", "train.max_steps=1"])
+    sweep = tunekit.find_sweep(str(folder))
+    assert sweep.path.parent == Path("sweeps") and sweep.spec.num_runs == 2
+    until(lambda: {outcome.state for outcome in sweep.outcomes()} == {"finished"})
+    rates = {outcome.run.recipe.train.learning_rate for outcome in sweep.outcomes()}
+    assert rates == {1e-4, 1e-3} and all(outcome.run.tags == [sweep.tag] for outcome in sweep.outcomes())
+    assert "finished" in until(lambda: (folder / CONSOLE).read_text(encoding="utf-8"))
+    with pytest.raises(RecipeError, match=r"adapter\.rank"):
+        tunekit.start_sweep({"model": "pico", "data": {"train": "rows.jsonl"}}, ["adapter.rank=4,-1"])

@@ -32,6 +32,20 @@ int nvmlShutdown(void) { return OK; }
 const char *nvmlErrorString(int code) { (void)code; return "error"; }
 int nvmlDeviceGetCount_v2(unsigned *count) { *count = NUM; return OK; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, handle *found) { *found = &devices[index]; return OK; }
+int nvmlDeviceGetHandleByUUID(const char *uuid, handle *found)
+{
+    for (int i = 0; i < NUM; i++) {
+        if (!strcmp(devices[i].uuid, uuid)) return *found = &devices[i], OK;
+        for (int part = 0; part < devices[i].mig; part++)
+            if (!strcmp(devices[i].parts[part].uuid, uuid)) return *found = &devices[i].parts[part], OK;
+    }
+    return NOT_FOUND;
+}
+int nvmlDeviceGetUtilizationRates(handle device, unsigned rates[2])
+{
+    rates[0] = 93, rates[1] = 40;
+    return device->major ? OK : NOT_SUPPORTED; /* MIG devices have none */
+}
 int nvmlDeviceGetName(handle device, char *text, unsigned size) { snprintf(text, size, "%s", device->name); return OK; }
 int nvmlDeviceGetUUID(handle device, char *text, unsigned size) { snprintf(text, size, "%s", device->uuid); return OK; }
 int nvmlDeviceGetMemoryInfo(handle device, struct memory *memory)

@@ -114,13 +114,15 @@ def build(tmp_path_factory):
     return compiled
 
 
+PROBE = "from tunekit.probe.hardware import probe_hardware as look; print(look().model_dump_json())"
+
+
 @pytest.fixture
 def machine(build):
     """What is found on a machine with given GPUs, by a process of its own, with a torch that was built for CUDA."""
 
-    def found(*gpus, bridged=(), **environment):
+    def found(*gpus, bridged=(), code=PROBE, **environment):
         folder = build(gpus, frozenset(map(frozenset, bridged)))
-        code = "from tunekit.probe.hardware import probe_hardware as look; print(look().model_dump_json())"
         kept = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
         paths = {"LD_LIBRARY_PATH": str(folder), "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
         command = [sys.executable, "-c", code]
@@ -129,7 +131,7 @@ def machine(build):
         )
         if answer.returncode:
             raise AssertionError(answer.stderr)
-        return Hardware.model_validate_json(answer.stdout)
+        return Hardware.model_validate_json(answer.stdout) if code == PROBE else answer.stdout
 
     return found
 
@@ -273,3 +275,15 @@ def test_a_driver_that_was_updated_under_way_is_no_machine_without_devices(machi
     assert "PlanError: the NVIDIA driver does not answer: RM has detected an NVML/RM version mismatch; run" in str(
         caught.value
     )
+
+
+def test_the_use_of_devices_is_read_by_their_uuids(machine):
+    names = [SECOND_A100.uuid, MIG.parts[1].uuid, "GPU-unknown"]
+    code = f"from tunekit.probe.nvidia import usage_of_devices as look; print(*look({names!r}), sep='\\n')"
+    whole, part = machine(replace(MIG, uuid="GPU-divided"), SECOND_A100, code=code).splitlines()
+    assert whole == (
+        f"DeviceUsage(name='NVIDIA A100-SXM4-80GB', busy=0.93, used_bytes={(81920 - 80101) * MIB}, "
+        f"total_bytes={81920 * MIB})"
+    )
+    assert "3g.20gb" in part and "busy=None" in part and f"used_bytes={68 * MIB}" in part
+    assert machine(A100, code=code, NVML_INIT="9") == "\n"

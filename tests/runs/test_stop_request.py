@@ -23,7 +23,7 @@ from tests.training.folders import made_run
 from tests.waiting import LIMIT_SECONDS, is_gone, until
 from tunekit.api import verbs
 from tunekit.errors import RunError, Stopped
-from tunekit.launching.stop import _Left
+from tunekit.launching.remaining import Remaining
 from tunekit.process.watchdog import Beat, beats_of
 from tunekit.runs.checkpoints.complete import newest_complete
 from tunekit.runs.run import Run
@@ -362,7 +362,7 @@ def test_a_stop_waits_for_the_program_that_trained_unless_it_may_go_on_with_some
     monkeypatch.setattr(psutil.Process, "cmdline", lambda self: [sys.executable, "-m", module, "train"])
     own = {"pid": os.getpid(), "identity": identity_of(os.getpid()), "host": os.uname().nodename}
     run = made_run(tmp_path / "run", phase="training", **own)
-    remaining = _Left(run)
+    remaining = Remaining(run)
     assert remaining.look()
     run.update_status(phase="interrupted")
     assert remaining.look() == is_waited_for

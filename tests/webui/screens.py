@@ -67,7 +67,7 @@ def _tab(number: int, waits_for: str) -> Callable[[Any], None]:
         tab = page.locator("#runs-tabs .tab-container:not(.visually-hidden) button[role=tab]").nth(number)
         if not tab.is_visible():
             page.locator("#runs-tabs .overflow-menu > button").click()
-            tab = page.locator("#runs-tabs .overflow-dropdown button").nth(number - 7)
+            tab = page.locator("#runs-tabs .overflow-dropdown button").nth(number - 8)
         tab.click()
         page.locator(waits_for).first.wait_for()
 
@@ -105,6 +105,16 @@ def _manage(page: Any) -> None:
 def _choose(page: Any) -> None:
     for name in ("sft", "longer"):
         page.locator(f"#pick-{name}").check()
+
+
+def _columns(page: Any) -> None:
+    page.locator("#runs-columns-fold > button").click()
+    page.locator("#runs-columns input").click()
+    for key in ("adapter.rank", "train.max_steps"):
+        page.locator("#runs-columns input").fill(key)
+        page.get_by_role("option", name=key).click()
+    page.keyboard.press("Escape")
+    page.locator("#runs-parallel .marks").get_by_text("train.max_steps").wait_for()
 
 
 def _measure(page: Any) -> None:
@@ -156,10 +166,12 @@ VIEWS = [
     View("run-recipe", "runs?run=sft", CHART, _tab(3, "#runs-recipe .cm-line")),
     View("run-checkpoints", "runs?run=sft", CHART, _tab(4, "#runs-checkpoints :visible")),
     View("run-result", "runs?run=sft", CHART, _tab(5, "#runs-result :visible")),
-    View("run-export", "runs?run=sft", CHART, _tab(6, "#export-start")),
-    View("compare", "compare?run=sft&run=longer", "#compare-plot .marks", is_saved=True),
+    View("run-evaluate", "runs?run=sft", CHART, _tab(6, "#evaluate-start"), is_chinese=True),
+    View("run-export", "runs?run=sft", CHART, _tab(7, "#export-start")),
+    View("compare", "compare?run=sft&run=longer", "#compare-charts .marks", is_saved=True),
     View("chat", "chat?run=sft", "#chat-load:not([disabled])", _chat, is_chinese=True),
     View("runs-chosen", "runs", "#runs-list a", _choose),
+    View("runs-columns", "runs", "#runs-list a", _columns, is_chinese=True),
     View("run-charts", "runs?run=dpo", CHART, _charts),
     View("run-overlay", "runs?run=longer", CHART, _overlay),
     View("run-manage", "runs?run=sft", CHART, _manage, is_chinese=True),

@@ -15,7 +15,7 @@ import tunekit
 from tests.training.folders import made_run
 from tests.waiting import LIMIT_SECONDS
 from webui import situation
-from webui.controls import _Shown, _tag, line_of, look, tags_in
+from webui.controls import _note, _Shown, _tag, line_of, look, tags_in
 from webui.diagnosis import card
 from webui.resume_form import ResumeForm, choices_of, effects_table, lines_of
 from webui.site import Site
@@ -143,20 +143,24 @@ def test_tags_of_all_runs_are_offered(site, workspace):
     assert tags_in(site) == ["bad", "good", "lora"]
 
 
-def test_tags_that_were_typed_are_not_taken_from_the_disk_by_an_answer_that_comes_late(site, workspace):
+def test_tags_and_notes_that_were_typed_are_not_taken_from_the_disk_by_an_answer_that_comes_late(site, workspace):
     run = made_run(workspace / "runs" / "a")
     with gr.Blocks():
         shown = _Shown(gr.Textbox(), gr.HTML(), gr.HTML())
-    late, *_ = look(site, EN, run.name, " []", shown)
-    _tag(site, run.name, ["good"], " []")
+    late, *_ = look(site, EN, run.name, "", shown)
+    _tag(site, run.name, ["good"], "")
+    _note(site, run.name, "keep it", "")
     # The answer shows none, which the page tells as a change.
     _tag(site, run.name, [], late)
-    assert run.tags == ["good"]
+    _note(site, run.name, "", late)
+    assert (run.tags, run.note) == (["good"], "keep it")
     newest, *_ = look(site, EN, run.name, late, shown)
     _tag(site, run.name, ["good"], newest)
-    assert run.tags == ["good"]
+    _note(site, run.name, "keep it", newest)
+    assert (run.tags, run.note) == (["good"], "keep it")
     _tag(site, run.name, [], newest)
-    assert run.tags == []
+    _note(site, run.name, "", newest)
+    assert (run.tags, run.note) == ([], "")
 
 
 LONG = """\
@@ -243,10 +247,15 @@ def test_a_live_run_is_stopped_continued_from_a_chosen_checkpoint_tagged_and_del
     page.locator("#controls-manage > button").click()
     page.locator("#controls-tags input").fill("good")
     page.locator("#controls-tags input").press("Enter")
+    note = "best rank so far;\nsee its answers"
+    page.locator("#controls-note textarea").fill(note)
+    page.locator("#controls-note textarea").blur()
+    expect(head.locator(".runs-note-text")).to_have_text(note)
     other = open_page(page.url)
     other.locator("#controls-manage > button").click()
     expect(other.locator("#controls-tags")).to_contain_text("good")
-    assert run.tags == ["good"]
+    expect(other.locator("#controls-note textarea")).to_have_value(note)
+    assert (run.tags, run.note) == (["good"], note)
 
     sure = page.locator("#controls-delete-sure")
     expect(sure).to_be_disabled()
@@ -254,7 +263,7 @@ def test_a_live_run_is_stopped_continued_from_a_chosen_checkpoint_tagged_and_del
     expect(sure).to_be_enabled()
     sure.click()
     page.wait_for_url("**/runs")
-    expect(page.locator("#runs-list")).to_contain_text("no runs yet", ignore_case=True)
+    expect(page.locator("#runs-list")).to_contain_text("No runs in this folder")
     assert not run.path.exists()
 
 

@@ -1,7 +1,9 @@
 """The export tab: what it offers, what it refuses, and what it says of what was made; and the report beside it."""
 
+import io
 import json
 import re
+import zipfile
 
 import gradio as gr
 import pytest
@@ -10,6 +12,7 @@ from fastapi.testclient import TestClient
 
 from tests.waiting import until
 from webui import exports
+from webui.download_route import add_download
 from webui.export_view import begin, look
 from webui.report_route import add_report
 from webui.site import Site
@@ -118,3 +121,37 @@ def test_of_what_is_no_run_there_is_no_report(workspace, name):
         and "<script>" not in found.text
         and "sandbox" in found.headers["content-security-policy"]
     )
+
+
+def test_an_export_is_downloaded_as_a_zip_file(site, trained_run):
+    folder = trained_run.path / "export" / "merged"
+    (folder / "parts").mkdir(parents=True)
+    contents = {"export.json": b"{}", "model.safetensors": bytes(range(256)) * 2**13, "parts/a b.txt": b""}
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    (folder / "link").symlink_to("/etc/passwd")
+    app = FastAPI()
+    add_download(app, site)
+    with TestClient(app) as client:
+        answer = client.get("/download", params={"path": f"runs/{trained_run.name}/export/merged"})
+        assert answer.headers["content-disposition"].endswith("merged.zip")
+        with zipfile.ZipFile(io.BytesIO(answer.content)) as archive:
+            assert {name: archive.read(name) for name in archive.namelist()} == {
+                f"merged/{name}": content for name, content in contents.items()
+            }
+        for path in ("", "..", "/etc", "runs", f"runs/{trained_run.name}/model"):
+            refused = client.get("/download", params={"path": path})
+            assert refused.status_code == 404 and "role='alert'" in refused.text
+    app = FastAPI()
+    add_download(app, Site(site.root, read_only=True))
+    with TestClient(app) as client:
+        assert client.get("/download", params={"path": f"runs/{trained_run.name}/export/merged"}).status_code == 404
+
+
+def test_what_the_hub_or_llama_cpp_needs_is_told_before_anything_is_written(site, trained_run, monkeypatch):
+    monkeypatch.setenv("PATH", str(site.root))
+    for changes, problem in (({"gguf": "q8_0"}, "llama.cpp"), ({"push": "not a name"}, "not a name")):
+        begin(site, Words("en"), trained_run.name, **wanted(**changes))
+        until_over(trained_run)
+        assert problem in look(site, Words("en"), trained_run.name, "")[STATUS]
+    assert not (trained_run.path / "export").exists()

@@ -10,7 +10,7 @@ import pytest
 import tunekit
 from tests.training.folders import made_run
 from tests.waiting import until
-from webui import chat, data_page, exports, failures, launching, situation
+from webui import chat, data_page, exports, failures, jobs, launching, situation
 from webui.app import build_pages
 from webui.failures import Pages, told_by
 from webui.site import LANGUAGES, Site
@@ -93,7 +93,7 @@ def test_every_handler_of_every_page_is_seen_and_those_that_answer_in_steps_tell
     assert isinstance(pages, Pages)
     handlers = [one.fn for one in pages.fns.values() if one.fn is not None]
     in_steps = [one for one in handlers if inspect.isgeneratorfunction(one)]
-    assert len(handlers) > 40 and len(in_steps) == 6
+    assert len(handlers) > 40 and len(in_steps) == 7
     assert {one.__code__.co_filename for one in in_steps} == {failures.__file__}, "each is decorated with told_by"
 
 
@@ -117,7 +117,7 @@ def test_start_is_free_again_and_says_why_whatever_went_wrong(site, monkeypatch)
 
 def test_work_in_the_background_that_fails_in_any_way_has_an_end(site, monkeypatch):
     run = made_run(site.root / "runs" / "mine")
-    monkeypatch.setattr(exports.work, "call", raising(OSError("no process can be started")))
+    monkeypatch.setattr(jobs.work, "call", raising(OSError("no process can be started")))
     exports.begin(run, None, kind="merged", dtype="auto", checkpoint=None)
     progress = until(lambda: found if (found := exports.progress_of(run)).is_over else None)
     assert progress.phase == "failed" and "no process can be started" in str(progress.error)

@@ -16,10 +16,13 @@ import tunekit
 from tests.training.folders import made_run
 from tests.waiting import LIMIT_SECONDS
 from tests.webui.conftest import fill
-from webui import compare, log_view, run_parts, run_view, runs_page
+from tunekit.runs.small_files import identity_of
+from webui import compare, devices_view, log_view, run_parts, run_view, runs_table
 from webui.charts import View
 from webui.history import history_of
 from webui.listing import Line, Listing, seconds_left
+from webui.parallel import plot_of
+from webui.runs_chosen import ChosenRuns
 from webui.site import Site
 from webui.words import Words
 
@@ -56,13 +59,17 @@ def test_runs_are_sorted_by_a_column_the_best_first():
     ]
 
     def names(by):
-        return [line.name for line in runs_page.ordered(lines, by)]
+        return [line.name for line in runs_table.ordered(lines, by)]
 
     assert names("started") == names(None) == [line.name for line in lines]
     assert names("name") == ["better", "dpo", "dpo-better", "new", "worse"]
     assert names("measure") == ["better", "worse", "dpo-better", "dpo", "new"]
     assert names("held_out") == ["worse", "better", "dpo", "new", "dpo-better"]
     assert names("tokens_per_second") == ["better", "worse", "dpo", "new", "dpo-better"]
+    rates = {"new": "2e-4", "dpo": "1e-5", "better": "auto", "worse": "0.001"}
+    fields = {name: {"train.learning_rate": rate} for name, rate in rates.items()}
+    by_rate = runs_table.ordered(lines, "train.learning_rate", fields)
+    assert [line.name for line in by_rate] == ["dpo", "new", "worse", "better", "dpo-better"]
 
 
 def test_a_run_is_listed_with_what_its_folder_says(trained_run):
@@ -86,7 +93,7 @@ def test_what_is_no_run_is_not_listed_and_what_is_damaged_says_so(trained_run, t
     lines = {line.name: line.state for line in Listing(runs).lines()}
     assert lines == {trained_run.name: "finished", "broken": "unreadable"}
     site = site_of(trained_run)
-    assert "unreadable" in runs_page.table_of(Listing(runs).lines(), site, WORDS)
+    assert "unreadable" in runs_table.table_of(Listing(runs).lines(), site, WORDS)
 
 
 def test_tags_and_words_find_runs():
@@ -96,7 +103,7 @@ def test_tags_and_words_find_runs():
     ]
 
     def names(search="", states=(), tags=()):
-        return [line.name for line in runs_page.found(lines, search, states, tags)]
+        return [line.name for line in runs_table.found(lines, search, states, tags)]
 
     assert names() == ["first", "second"] and names("qwen DPO") == ["second"] == names(states=["failed"])
     assert names(tags=["good"]) == ["first", "second"] and names(tags=["good", "keep"]) == ["first"] == names("keep")
@@ -104,16 +111,108 @@ def test_tags_and_words_find_runs():
 
 
 def test_without_runs_the_table_says_where_to_begin(workspace):
-    page = runs_page.table_of([], Site(workspace), WORDS)
-    assert "No runs yet" in page and "/new?from=recipe%3Asft%2Fquickstart" in page
-    assert "/new?" not in runs_page.table_of([], Site(workspace, read_only=True), WORDS)
+    page = runs_table.table_of([], Site(workspace), WORDS)
+    assert "No runs in this folder" in page and "/new?from=recipe%3Asft%2Fquickstart" in page and "/data'" in page
+    shown = runs_table.table_of([], Site(workspace, read_only=True), WORDS)
+    assert "/new?" not in shown and "/data" not in shown and "tunekit ui --root FOLDER" in shown
     lines = [Line("one", "finished")]
-    assert "None of 1 runs" in runs_page.table_of(lines, Site(workspace), WORDS, search="other")
+    assert "None of 1 runs" in runs_table.table_of(lines, Site(workspace), WORDS, search="other")
+
+
+def with_seed(run: tunekit.Run, name: str, seed: int) -> tunekit.Run:
+    """A copy of a run whose recipe has another seed."""
+    copy = shutil.copytree(run.path, run.path.parent / name)
+    recipe = (copy / "recipe.yaml").read_text(encoding="utf-8")
+    (copy / "recipe.yaml").write_text(recipe.replace("seed: 42", f"seed: {seed}"), encoding="utf-8")
+    return tunekit.Run(copy)
+
+
+def test_recipe_fields_in_which_runs_differ_can_be_columns(trained_run):
+    for seed in (7, 70):
+        tunekit.set_note(with_seed(trained_run, f"seed-{seed}", seed), f"seed {seed}\nof two")
+    listing = Listing(trained_run.path.parent)
+    lines = listing.lines()
+    fields = listing.fields(lines)
+    assert fields == {
+        trained_run.name: {"train.seed": "42"},
+        "seed-7": {"train.seed": "7"},
+        "seed-70": {"train.seed": "70"},
+    }
+    assert listing.fields(lines) is fields
+    columns = runs_table.columns_in(["train.seed", "note", "method", 3])
+    assert columns == ["method", "note", "train.seed"]
+    assert runs_table.columns_in(None) == runs_table.columns_in("x") == list(runs_table.DEFAULT_COLUMNS)
+    page = runs_table.table_of(lines, site_of(trained_run), WORDS, search="seed two", columns=columns, fields=fields)
+    assert "data-label='train.seed'>70<" in page and ">seed 7<" in page and "of two" not in page
+    assert "runs-state" not in page and trained_run.name + "<" not in page
+
+
+def test_parallel_coordinates_have_an_axis_for_each_field_and_result(trained_run):
+    lines = [
+        Line("a", "finished", value=1.0, held_out=2.0),
+        Line("b", "finished", value=3.0, held_out=2.5),
+        Line("c", "finished", value=2.0),
+        Line("dpo", "finished", measure="rewards/margins", value=0.5),
+        Line("new", "training"),
+    ]
+    rates = {"a": "1e-4", "b": "3e-4", "c": "2e-4", "dpo": "1e-6"}
+    adapters = {"a": "lora", "b": "'null'", "c": "qlora"}
+    fields = {
+        name: {"train.learning_rate": rate} | ({"adapter.type": adapters[name]} if name in adapters else {})
+        for name, rate in rates.items()
+    }
+    spec = json.loads(plot_of(lines, ["train.learning_rate", "adapter.type"], fields, WORDS))
+    points = {(point["run"], point["axis"]): point["y"] for point in spec["data"]["values"]}
+    assert {run for run, _ in points} == {"a", "b", "c"}, "runs of another metric have no height on its axis"
+    heights = {axis: [points.get((run, axis)) for run in "abc"] for axis in dict.fromkeys(axis for _, axis in points)}
+    assert heights == {
+        "train.learning_rate": [0.0, 1.0, pytest.approx(0.5)],
+        "adapter.type": [0.5, 0.0, 1.0],
+        "Metric (loss)": [0.0, 1.0, 0.5],
+        "Evaluation": [0.0, 1.0, None],
+    }
+    assert spec["layer"][0]["encoding"]["color"]["scale"]["reverse"], "less loss is better"
+    assert plot_of(lines, [], fields, WORDS) is None and plot_of(lines[:1], ["train.seed"], fields, WORDS) is None
+
+
+def test_several_runs_are_tagged_and_deleted_at_once(workspace):
+    runs = {name: made_run(workspace / "runs" / name, phase="finished") for name in ("base", "next", "busy", "other")}
+    # What starts from another one's model is deleted first, in whichever order they were chosen.
+    recipe = (runs["next"].path / "recipe.yaml").read_text(encoding="utf-8")
+    model = runs["base"].path / "model"
+    model.mkdir()
+    (runs["next"].path / "recipe.yaml").write_text(recipe.replace("path: pico", f"path: {model}"), encoding="utf-8")
+    runs["busy"].update_status(phase="training", pid=os.getpid(), identity=identity_of(os.getpid()))
+    with gr.Blocks():
+        panel = ChosenRuns(Site(workspace), WORDS)
+    names = json.dumps(["base", "next", "busy"])
+    panel._tag(names, ["old"])
+    assert [run.tags for run in runs.values()] == [["old"], ["old"], ["old"], []]
+    for typed, is_confirmed in (("", False), ("2", False), (" 3 ", True)):
+        assert panel._confirm(names, typed).interactive == is_confirmed
+    panel._delete_all(names, "2")
+    assert all(run.path.exists() for run in runs.values())
+    problem, typed = panel._delete_all(names, "3")
+    assert problem.visible and "busy is training" in problem.value and problem.value.count("role='alert'") == 1
+    assert [name for name, run in runs.items() if run.path.exists()] == ["busy", "other"] and typed == ""
+
+
+def test_devices_name_the_runs_that_hold_them_and_those_that_wait(workspace):
+    inside, outside = str(workspace / "runs" / "<b>mine"), "/home/other/runs/secret"
+    gpus = [
+        tunekit.DeviceState(f"GPU-{n}", "H200", 100 * 2**30, 40 * 2**30, runs=(inside,), waiting=(outside, inside))
+        for n in range(2)
+    ]
+    page = devices_view.table_of(gpus, Site(workspace), WORDS)
+    assert page.count("href='/runs?run=%3Cb%3Emine'>&lt;b&gt;mine</a>") == 4 and "secret" not in page
+    assert "1: H200" in page and "60.0 GiB of 100.0 GiB" in page
+    assert text_of(page).count("a run of another folder, <b>mine".replace("<b>", "&lt;b&gt;")) == 2
+    assert "GiB" in devices_view.devices_html(Site(workspace), WORDS)
 
 
 def test_names_from_disk_are_words_in_the_page(workspace):
     bad = "<img src=x onerror=alert(1)>'\""
-    page = runs_page.table_of([Line(bad, "finished", bad, bad, tags=(bad,))], Site(workspace), WORDS)
+    page = runs_table.table_of([Line(bad, "finished", bad, bad, tags=(bad,))], Site(workspace), WORDS)
     assert "<img" not in page and "'\"" not in page
 
 
@@ -196,24 +295,42 @@ def test_of_a_log_the_end_is_read_and_what_is_looked_for_is_shown(tmp_path, monk
 
 
 def test_runs_are_compared_by_curves_recipes_results_and_answers(trained_run):
-    other = shutil.copytree(trained_run.path, trained_run.path.parent / "other")
-    recipe = (other / "recipe.yaml").read_text(encoding="utf-8")
-    (other / "recipe.yaml").write_text(recipe.replace("seed: 42", "seed: 7"), encoding="utf-8")
+    with_seed(trained_run, "other", 7)
     site, names = site_of(trained_run), [trained_run.name, "other"]
-    message, _, kind, plot, recipes, results, answers, seen = compare.look(site, WORDS, names, None, View(), "")
-    assert message == "" and kind.value == "loss"
-    spec = json.loads(plot.plot)
-    assert spec["encoding"]["color"]["scale"]["domain"] == names
+    message, _, kinds, *plots, recipes, results, answers, seen = compare.look(site, WORDS, names, View(), "")
+    shown = [plot for plot in plots if plot.visible]
+    assert message == "" and kinds["value"][0] == "loss" and len(shown) == len(kinds["value"]) >= 5
+    assert domain_of(shown[0]) == names
     assert "train.seed 42 7" in text_of(recipes) and "max_steps" not in recipes
-    assert "Peak memory" in results and answers.count("<tr>") > 1
-    assert all(part == SKIP for part in compare.look(site, WORDS, names, "loss", View(), seen))
-    assert "Choose at least two runs" in compare.look(site, WORDS, names[:1], None, View(), seen)[0]
-    assert "role='alert'" in compare.look(site, WORDS, ["other", "gone"], None, View(), seen)[0]
+    assert "Peak memory" in results and answers.count("<tr>") > 1 and "★" not in results
+    assert all(part == SKIP for part in compare.look(site, WORDS, names, View(), seen))
+    only = {"charts": ["step_seconds"], "hidden": kinds["value"]}
+    _, _, kinds, plot, *_ = compare.look(site, WORDS, names, View(), seen, only)
+    assert kinds["value"] == ["step_seconds"] and "step_seconds" in plot.value["plot"]
+    assert "Choose at least two runs" in compare.look(site, WORDS, names[:1], View(), seen)[0]
+    assert "role='alert'" in compare.look(site, WORDS, ["other", "gone"], View(), seen)[0]
     bad = shutil.copytree(trained_run.path, trained_run.path.parent / "bad")
     (bad / "recipe.yaml").write_text("[" * 1000, encoding="utf-8")
-    message, column, _, plot, *_ = compare.look(site, WORDS, [names[0], "bad", "gone", "other"], None, View(), "")
+    message, column, _, plot, *_ = compare.look(site, WORDS, [names[0], "bad", "gone", "other"], View(), "")
     assert message.count("role='alert'") == 2 and "bad/recipe.yaml" in message and "gone" in message
-    assert column.visible and json.loads(plot.plot)["encoding"]["color"]["scale"]["domain"] == names
+    assert column.visible and domain_of(plot) == names
+
+
+def domain_of(plot):
+    """The runs in a chart's legend."""
+    return json.loads(plot.value["plot"])["encoding"]["color"]["scale"]["domain"]
+
+
+def test_the_best_result_is_marked_where_runs_can_be_compared(trained_run):
+    other = with_seed(trained_run, "other", 7)
+    result = next(event for event in reversed(other.events()) if event["event"] == "result")
+    written(other, ("result", {**result, "last_loss": result["last_loss"] / 2, "eval_loss": result["eval_loss"] * 2}))
+    page = compare.results([trained_run, other], WORDS)
+    loss, eval_loss = (
+        next(row for row in page.split("<tr>") if f">{name}<" in row) for name in ("Loss", "Evaluation loss")
+    )
+    assert [cell.count("★") for cell in loss.split("<td")[2:]] == [0, 1]
+    assert [cell.count("★") for cell in eval_loss.split("<td")[2:]] == [1, 0]
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +355,7 @@ def test_from_the_table_to_a_run_with_its_curves_its_log_and_its_recipe(trained_
     assert button.is_disabled()
     page.get_by_label("Compare second").check()
     button.click()
-    page.locator("#compare-plot svg.marks .mark-line path").first.wait_for()
+    page.locator("#compare-charts svg.marks .mark-line path").first.wait_for()
     assert "run=second" in page.url
 
     page.goto(f"{server.url}runs")
@@ -256,11 +373,59 @@ def test_from_the_table_to_a_run_with_its_curves_its_log_and_its_recipe(trained_
 
 
 @pytest.mark.slow
+def test_runs_are_grouped_by_a_tag_compared_by_fields_and_deleted_together(
+    trained_workspace, tmp_path, serve, open_page
+):
+    from playwright.sync_api import expect
+
+    root = tmp_path / "served"
+    shutil.copytree(trained_workspace, root)
+    (folder,) = (root / "runs").iterdir()
+    for seed in (1, 2, 3):
+        run = with_seed(tunekit.Run(folder), f"seed-{seed}", seed)
+        tunekit.set_tags(run, ["seeds"])
+    page = open_page(f"{serve(root).url}runs")
+    page.locator("#runs-list .runs-tag").first.click()
+    expect(page.locator("#runs-list tbody tr")).to_have_count(3)
+    page.locator("#runs-columns-fold > button").click()
+    page.locator("#runs-columns input").fill("seed")
+    page.get_by_role("option", name="train.seed").click()
+    page.keyboard.press("Escape")
+    expect(page.locator("#runs-list td.runs-field")).to_have_text(["3", "2", "1"])
+    page.locator("#runs-parallel svg.marks").get_by_text("train.seed").wait_for()
+    page.locator("#runs-sort input").click()
+    page.get_by_role("option", name="train.seed").click()
+    expect(page.locator("#runs-list td.runs-field")).to_have_text(["1", "2", "3"])
+
+    page.reload()
+    expect(page.locator("#runs-list td.runs-field")).to_have_count(4)
+    for seed in (1, 2):
+        page.locator(f"#pick-seed-{seed}").check()
+    expect(page.locator("#chosen-line")).to_contain_text("2 selected: seed")
+    page.locator("#chosen-tags input").fill("worse")
+    page.locator("#chosen-tags input").press("Enter")
+    page.locator("#chosen-add").click()
+    expect(page.locator("#runs-list .runs-tag").filter(has_text="worse")).to_have_count(2)
+    # What a search hides is no longer chosen.
+    page.get_by_label("Search").fill("seed-2")
+    expect(page.locator("#chosen-line")).to_contain_text("1 selected: seed-2")
+    page.get_by_label("Search").fill("")
+    expect(page.locator("#chosen-line")).to_contain_text("2 selected")
+    sure = page.locator("#chosen-delete")
+    expect(sure).to_be_disabled()
+    page.locator("#chosen-confirm").get_by_role("textbox").fill("2")
+    expect(sure).to_be_enabled()
+    sure.click()
+    expect(page.locator("#runs-list tbody tr")).to_have_count(2)
+    assert sorted(path.name for path in (root / "runs").iterdir()) == sorted([folder.name, "seed-3"])
+
+
+@pytest.mark.slow
 def test_a_run_from_a_terminal_appears_moves_and_is_there_after_a_reload(tmp_path, serve, open_page):
     root = fill(tmp_path / "workspace")
     server = serve(root)
     page = open_page(f"{server.url}runs")
-    page.get_by_text("No runs yet").wait_for()
+    page.get_by_text("No runs in this folder").wait_for()
     command = [
         sys.executable,
         "-m",
@@ -275,6 +440,7 @@ def test_a_run_from_a_terminal_appears_moves_and_is_there_after_a_reload(tmp_pat
         page.locator("#runs-list a:text-is('live')").click()
         first_curve = page.locator("#runs-charts svg.marks .mark-line path").first
         first_curve.wait_for()
+        page.locator(".runs-usage li").filter(has_text=re.compile(r"CPU: \d+\.\d of \d+ cores")).wait_for()
         label = page.locator(".runs-progress span")
         step = int(label.inner_text().split()[1])
         page.wait_for_function(

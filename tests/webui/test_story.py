@@ -121,7 +121,7 @@ def test_a_visitor_goes_all_the_way_from_a_file_to_an_export(workspace, trained_
     # It is compared with an earlier one.
     page.goto(f"{server.url}compare?run={run.name}&run={trained_run.name}")
     # Both losses, and that of the earlier one's evaluations.
-    expect(page.locator("#compare-plot svg.marks .mark-line path")).to_have_count(3)
+    expect(page.locator("#compare-charts svg.marks").first.locator(".mark-line path")).to_have_count(3)
     expect(page.get_by_text("sea.jsonl").first).to_be_visible()
 
     # It answers.
@@ -134,6 +134,12 @@ def test_a_visitor_goes_all_the_way_from_a_file_to_an_export(workspace, trained_
     page.locator("#chat-send:enabled").wait_for()
     expect(page.locator("#chat-left [data-testid=bot]").first).not_to_be_empty()
     page.locator("#chat-unload").click()
+
+    # It is evaluated on its held-out rows, beside the model before.
+    page.goto(f"{server.url}runs?run={run.name}")
+    page.get_by_role("tab", name="Evaluation").click()
+    page.locator("#evaluate-start:enabled").click()
+    expect(page.locator("#evaluate-shown .evaluate-scores")).to_contain_text("loss")
 
     # It is exported, and what was written answers as the run does.
     page.goto(f"{server.url}runs?run={run.name}")

@@ -65,8 +65,8 @@ def start(
     words += rows_as_overrides(source, words, train_dataset=train_dataset, eval_dataset=eval_dataset)
     with tempfile.TemporaryDirectory(prefix="tunekit-") as folder:
         recipe = _written(source, Path(folder)) if isinstance(source, Recipe | Mapping) else source
-        options = ["--resume"] if resume else []
-        return _start(["train", str(recipe), *words, *options], devices, queue=queue)
+        options = [*(["--resume"] if resume else []), *(["--queue"] if queue else [])]
+        return Run(_start(["train", str(recipe), *words, *options], devices))
 
 
 def start_resume(
@@ -93,15 +93,43 @@ def start_resume(
     """
     existing = run if isinstance(run, Run) else find_run(str(run), exact=True)
     options = [*([] if from_ is None else ["--from", from_]), *(["--weights-only"] if weights_only else [])]
-    return _start(["resume", str(existing.path), *override_words(overrides), *options], devices, queue=queue)
+    options += ["--queue"] if queue else []
+    return Run(_start(["resume", str(existing.path), *override_words(overrides), *options], devices))
 
 
-def _start(words: Sequence[str], devices: Sequence[str] | None, *, queue: bool) -> Run:
-    """Start a command, and wait until it has a run or says why it has none."""
+def start_sweep(
+    source: Source,
+    values: Sequence[str],
+    *,
+    random: int | None = None,
+    optuna: int | None = None,
+    by: str | None = None,
+) -> Path:
+    """Start a sweep in a process of its own, which outlives this one, and return its folder once that exists.
+
+    Args:
+        source: The recipe.
+        values: Values to try, as for `tunekit sweep`: `train.learning_rate=1e-5,1e-4` or `=1e-5..1e-3`; those with one
+            value apply to all runs.
+        random: Number of combinations to sample; by default every one is tried.
+        optuna: Number of combinations for Optuna to choose.
+        by: Metric to compare runs by.
+
+    Raises:
+        TunekitError: There is no sweep, for the same reasons as with `sweep`.
+    """
+    given = {"--random": random, "--optuna": optuna, "--by": by}
+    options = [str(word) for option, value in given.items() if value is not None for word in (option, value)]
+    with tempfile.TemporaryDirectory(prefix="tunekit-") as folder:
+        recipe = _written(source, Path(folder)) if isinstance(source, Recipe | Mapping) else source
+        return Path(_start(["sweep", str(recipe), *values, *options], None))
+
+
+def _start(words: Sequence[str], devices: Sequence[str] | None) -> str:
+    """Start a command, and wait until it has a folder, which is returned, or says why it has none."""
     environment = {**os.environ, **(visible_to(devices) if devices else {})}
     listening, telling = os.pipe()
-    options = [*(["--queue"] if queue else []), "--announce-to", str(telling)]
-    command = [sys.executable, "-m", "tunekit", words[0], *options, *words[1:]]
+    command = [sys.executable, "-m", "tunekit", words[0], "--announce-to", str(telling), *words[1:]]
     with os.fdopen(listening, encoding="utf-8") as reader, tempfile.TemporaryFile() as console:
         try:
             process = subprocess.Popen(
@@ -117,18 +145,18 @@ def _start(words: Sequence[str], devices: Sequence[str] | None, *, queue: bool) 
             os.close(telling)
         # Somebody has to take note of its end, or its number stays in use for as long as this process lives.
         threading.Thread(target=process.wait, name=f"end of {process.pid}", daemon=True).start()
-        return _run_of(reader.readline(), console)
+        return _folder_of(reader.readline(), console)
 
 
-def _run_of(line: str, console: IO[bytes]) -> Run:
-    """The run that a process told of, or the error that it raised."""
+def _folder_of(line: str, console: IO[bytes]) -> str:
+    """The folder that a process told of, or the error that it raised."""
     if not line:
         console.seek(0)
         lines = console.read().decode("utf-8", errors="replace").strip().splitlines()[-TOLD_LINES:]
-        raise RunError("the process exited before it created a run:\n" + "\n".join(lines))
+        raise RunError("the process exited before it created a folder:\n" + "\n".join(lines))
     message = json.loads(line)
-    if "run" in message:
-        return Run(message["run"])
+    if "folder" in message:
+        return str(message["folder"])
     raise from_words(message)
 
 
@@ -156,14 +184,17 @@ class Announcer:
         os.set_inheritable(descriptor, False)
 
     def heard_by(self, listener: Listener) -> Listener:
-        """A listener that hears the same, and tells the starter when the run has begun."""
+        """A listener that hears the same, and tells the starter when the run or the sweep has begun."""
 
         def hear(event: Event) -> None:
             listener(event)
             if event["event"] == "plan":
                 _print_into(event["run"].path / CONSOLE)
             elif event["event"] == "begun":
-                self._tell({"run": str(event["run"].path)})
+                self._tell({"folder": str(event["run"].path)})
+            elif event["event"] == "sweep":
+                _print_into(event["sweep"].path / CONSOLE)
+                self._tell({"folder": str(event["sweep"].path)})
 
         return hear
 

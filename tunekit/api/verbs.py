@@ -12,13 +12,14 @@ from tunekit.api.plan_inputs import Lookup, run_of
 from tunekit.api.resume import resumed
 from tunekit.data.formats.row_formats import learner_of
 from tunekit.data.prepare import Progress
+from tunekit.data.reports.good_rows import CopiedRows, copy_good_rows
 from tunekit.data.reports.preview import DataPreview
 from tunekit.data.reports.report import DataReport
 from tunekit.data.sources.in_memory import RowData
 from tunekit.data.sources.load import LoadedData, load_data
 from tunekit.errors import PlanError, RunError, TunekitError
 from tunekit.estimates.facts import Hardware
-from tunekit.inference.preview import preview_data
+from tunekit.inference.preview import preview_data, source_of
 from tunekit.launching.bandwidth import Exchange, measure
 from tunekit.launching.local import turn, when_served
 from tunekit.launching.ssh_hosts import for_hosts, launch_on
@@ -626,6 +627,24 @@ def preview(
     recipe, _ = read_recipe(source, overrides, train_dataset=train_dataset, eval_dataset=eval_dataset)
     with library_words_to(StringIO()):
         return preview_data(recipe, learner_of(recipe.method.type), key=key, start=start, num_rows=num_rows)
+
+
+def save_good_rows(
+    source: Source, overrides: AnyOverrides = (), *, path: str | Path, key: str | None = None
+) -> CopiedRows:
+    """Copy the rows of a file that a recipe's method can learn from into a new file, with all their columns.
+
+    Args:
+        source: The recipe.
+        overrides: Changes to it.
+        path: The new file, of JSON lines.
+        key: Which of its sources: `data.train`, `data.train[1]`, `data.eval`. Default: the first.
+
+    Raises:
+        TunekitError: The recipe has a fault, the source is not one file, no row of it is good, or the new file exists.
+    """
+    recipe, _ = read_recipe(source, overrides)
+    return copy_good_rows(source_of(recipe, key), learner_of(recipe.method.type), Path(path))
 
 
 def _check_rewards(recipe: Recipe, data: LoadedData) -> None:

@@ -183,6 +183,10 @@ def data(
     rows: Annotated[int, Option(metavar="N", help="Sample rows to show per split.", min=0)] = 3,
     html: Annotated[Path | None, Option(help="Write the report as an HTML page to this file.")] = None,
     as_json: Annotated[bool, Option("--json", help="Print the report as JSON.")] = False,
+    good_rows: Annotated[
+        Path | None,
+        Option(metavar="FILE", help="Instead: copy the rows of data.train without the invalid ones to a new file."),
+    ] = None,
 ) -> None:
     """Preview the data: tokenized rows, loss masks, lengths."""
     from tunekit.api import verbs
@@ -190,6 +194,10 @@ def data(
     from tunekit.display.data import data_report_parts
 
     source, notes = _load(recipe, overrides)
+    if good_rows is not None:
+        copied = verbs.save_good_rows(source, path=good_rows)
+        print(f"{copied.path}: {copied.num_rows:,} rows; {copied.num_bad:,} invalid rows left out")
+        return
     if html is not None and not html.parent.is_dir():
         with writing(html):  # What cannot be written is said before the rows are read.
             html.touch()

@@ -23,6 +23,9 @@ RecipeArgument = Annotated[
 OverridesArgument = Annotated[
     list[str] | None, Argument(help="Overrides, such as train.max_steps=10.", metavar="KEY=VALUE")
 ]
+AnnounceOption = Annotated[int | None, Option(hidden=True)]
+"""Pipe of whoever started the process and waits to hear of its folder."""
+
 RunArgument = Annotated[
     str,
     Argument(help="A run's name, a prefix of it, or its folder.", metavar="RUN", autocompletion=completion.run_names),

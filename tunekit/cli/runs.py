@@ -1,4 +1,4 @@
-"""The commands for runs that are there: listed, shown, tagged and deleted.
+"""The commands for runs that are there: listed, shown, tagged, annotated and deleted.
 
 The commands that hold runs against each other: side by side, and a run against its own repetition.
 """
@@ -15,7 +15,9 @@ from tunekit.cli.options import RunArgument, print_json, write_page, write_plot
 from tunekit.errors import TunekitError
 from tunekit.redact import outlive_readers, without_secrets
 
-runs_app = typer.Typer(help="List the runs of this folder; show, tag or delete one.", invoke_without_command=True)
+runs_app = typer.Typer(
+    help="List the runs of this folder; show, tag, annotate or delete one.", invoke_without_command=True
+)
 
 
 @runs_app.callback()
@@ -67,6 +69,25 @@ def tag_run(
     if tags or clear:
         set_tags(existing, tags or ())
     print(f"{existing.name}: {', '.join(existing.tags) or 'no tags'}")
+
+
+@runs_app.command("note")
+def note_run(
+    run: Annotated[
+        str, Argument(help="A run's name, or its folder.", metavar="RUN", autocompletion=completion.run_names)
+    ],
+    note: Annotated[str | None, Argument(help="New note, replacing the old one.", metavar="TEXT")] = None,
+    clear: Annotated[bool, Option("--clear", help="Remove the note.")] = False,
+) -> None:
+    """Set the note on a run; without arguments, show it."""
+    from tunekit.runs.run import find_run, set_note
+
+    existing = find_run(run, exact=True)
+    if note is not None and clear:
+        raise TunekitError("TEXT and --clear exclude each other", hint="pass one of them")
+    if note is not None or clear:
+        set_note(existing, note or "")
+    print(f"{existing.name}: {existing.note or 'no note'}")
 
 
 @runs_app.command("delete")

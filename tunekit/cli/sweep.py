@@ -14,7 +14,7 @@ import typer
 from typer import Argument, Option
 
 from tunekit.cli import completion
-from tunekit.cli.options import print_json, write_plot
+from tunekit.cli.options import AnnounceOption, print_json, write_plot
 from tunekit.errors import Stopped, TunekitError
 from tunekit.redact import outlive_readers
 
@@ -52,6 +52,7 @@ def sweep(
     ] = None,
     resume: Annotated[str | None, Option(metavar="SWEEP", help="Resume a sweep by name or folder.")] = None,
     as_json: JsonOption = False,
+    announce_to: AnnounceOption = None,
 ) -> None:
     """Train with combinations of values and rank the results.
 
@@ -72,7 +73,7 @@ def sweep(
 
     axes, overrides = read_words(words or [])
     start = partial(begin, recipe, axes, overrides, random=random, optuna=optuna, seed=seed, by=by, parallel=parallel)
-    _conduct(start, "the data, planning all combinations", as_json=as_json)
+    _conduct(start, "the data, planning all combinations", as_json=as_json, announce_to=announce_to)
 
 
 def show_sweep(
@@ -100,14 +101,16 @@ def go_on(name: str, *, as_json: bool = False) -> None:
     _conduct(partial(resume_sweep, name), "the sweep", as_json=as_json)
 
 
-def _conduct(start: "Callable[..., Sweep]", what: str, *, as_json: bool) -> None:
+def _conduct(start: "Callable[..., Sweep]", what: str, *, as_json: bool, announce_to: int | None = None) -> None:
     """Show a sweep as it goes, and its table. What is told on the way goes to stderr where the table is JSON.
 
     Args:
         start: Conducts it, with `on_event`: what is to be told of its runs.
         what: What is read first, in words.
         as_json: Whether the table is JSON.
+        announce_to: The pipe of whoever started this process and waits to hear of the sweep.
     """
+    from tunekit.api.background import Announcer
     from tunekit.display.console import make_console, make_error_console
     from tunekit.display.sweep import SweepProgress
     from tunekit.sweeps.folder import FINISHED, PRUNED
@@ -116,9 +119,17 @@ def _conduct(start: "Callable[..., Sweep]", what: str, *, as_json: bool) -> None
     outlive_readers()
     console = make_error_console() if as_json else make_console()
     console.print(f"reading {what}", style="dim")
+    progress = SweepProgress(console)
+    announcer = None if announce_to is None else Announcer(announce_to)
     try:
-        finished = start(on_event=SweepProgress(console))
+        finished = start(on_event=progress if announcer is None else announcer.heard_by(progress))
+    except TunekitError as error:
+        if announcer is not None:
+            announcer.refuse(error)
+        raise
     except Stopped as stopped:
+        if announcer is not None:
+            announcer.stopped(stopped)
         print(stopped.reason, *filter(None, [stopped.hint]), sep="\n", file=sys.stderr)
         raise typer.Exit(stopped.exit_code) from None
     console.print()

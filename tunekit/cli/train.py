@@ -10,7 +10,7 @@ import typer
 from typer import Argument, Option
 
 from tunekit.cli import completion
-from tunekit.cli.options import NodesOption, OverridesArgument, RecipeArgument
+from tunekit.cli.options import AnnounceOption, NodesOption, OverridesArgument, RecipeArgument
 from tunekit.errors import Stopped, TunekitError
 from tunekit.redact import outlive_readers
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 QueueOption = Annotated[bool, Option("--queue", help="Wait until no other run on this machine uses the devices.")]
 DevicesOption = Annotated[str | None, Option(metavar="DEVICE,DEVICE", help="Accelerators to use, by index or UUID.")]
 DetachOption = Annotated[bool, Option("--detach", help="Start in the background and return.")]
-AnnounceOption = Annotated[int | None, Option(hidden=True)]
 
 
 def train(

@@ -410,6 +410,8 @@ def run_report(run: Run, width: int) -> list[RenderableType]:
         head.append(f"\n{status['comes_from']}", style="dim")
     if run.tags:
         head.append(f"\ntags: {', '.join(run.tags)}", style="dim")
+    if run.note:
+        head.append(f"\nnote: {run.note}", style="dim")
     head.append(_why_not_finished(run, status["exit_reason"]))
     next_words = prospects(run)
     if next_words is not None:

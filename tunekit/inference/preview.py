@@ -47,7 +47,7 @@ def preview_data(
         DataError: There is no such source.
     """
     section = recipe.data
-    source = _source(recipe, key)
+    source = source_of(recipe, key)
     look = look_at(
         source,
         learner,
@@ -89,7 +89,12 @@ def preview_data(
     )
 
 
-def _source(recipe: Recipe, key: str | None) -> CompleteSource:
+def source_of(recipe: Recipe, key: str | None) -> CompleteSource:
+    """Return a source of a recipe; without a key, the first.
+
+    Raises:
+        DataError: There is none with this key.
+    """
     sources: Sequence[CompleteSource] = (*recipe.data.sources, *recipe.data.eval_sources)
     matching = next((source for source in sources if key in (None, source.key)), None)
     if matching is None:

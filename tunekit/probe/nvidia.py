@@ -7,7 +7,9 @@ Indices count as nvidia-smi lists the devices. CUDA's own order is another where
 is not PCI_BUS_ID, so a run is told its device by UUID: that is the planned one in any order.
 """
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pynvml
@@ -52,6 +54,48 @@ def has_nvidia_driver() -> bool:
         return False
     pynvml.nvmlShutdown()
     return True
+
+
+@dataclass(frozen=True)
+class DeviceUsage:
+    """Use of a GPU or MIG device, by whichever programs.
+
+    Attributes:
+        name: Its name.
+        busy: Share of the last sample period, at most a second, in which it computed; None where NVML does not tell,
+            as of MIG devices.
+        used_bytes: Memory in use.
+        total_bytes: Its memory.
+    """
+
+    name: str
+    busy: float | None
+    used_bytes: int
+    total_bytes: int
+
+
+def usage_of_devices(uuids: Sequence[str]) -> tuple[DeviceUsage, ...]:
+    """Return the use of devices, in order; without those that NVML does not know, and none without a driver."""
+    usages: list[DeviceUsage] = []
+    if not uuids:
+        return ()
+    with contextlib.suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        for uuid in uuids:
+            with contextlib.suppress(pynvml.NVMLError):
+                handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+                total_bytes, free_bytes = _memory(handle)
+                name = pynvml.nvmlDeviceGetName(handle)
+                usages.append(DeviceUsage(name, _busy(handle), total_bytes - free_bytes, total_bytes))
+        pynvml.nvmlShutdown()
+    return tuple(usages)
+
+
+def _busy(handle: Any) -> float | None:
+    try:
+        return float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100
+    except pynvml.NVMLError:
+        return None
 
 
 def _visible(environment: Mapping[str, str]) -> tuple[Found, ...]:

@@ -153,7 +153,11 @@ def recipe_diff(*recipes: Recipe) -> dict[str, tuple[str | None, ...]]:
     """
     flat = [_flat(recipe.model_dump(mode="json")) for recipe in recipes]
     keys = dict.fromkeys(key for fields in flat for key in fields)
-    differing = {key: tuple(to_inline_yaml(fields[key]) if key in fields else None for fields in flat) for key in keys}
+    # Writing YAML takes longest, and most fields of most recipes are alike.
+    unequal = [key for key in keys if any(key not in fields or fields[key] != flat[0].get(key) for fields in flat)]
+    differing = {
+        key: tuple(to_inline_yaml(fields[key]) if key in fields else None for fields in flat) for key in unequal
+    }
     return {key: values for key, values in differing.items() if len(set(values)) > 1}
 
 

@@ -5,6 +5,7 @@
     recipe-1.yaml  earlier versions, with plan-1.yaml, if the run was resumed with edits; resume.json has these
     status.json    phase, step, process, and exit reason
     tags.json      tags by the user
+    note.txt       note by the user
     job.json       its cluster job, if it is one
     events.jsonl   all events (see `tunekit.runs.events`)
     log.txt        output of the libraries
@@ -120,6 +121,11 @@ TAGS = "tags.json"
 """File of a run folder with the user's own words for it."""
 
 MAX_TAG_LETTERS = 40
+
+NOTE = "note.txt"
+"""File of a run folder with the user's note on it."""
+
+MAX_NOTE_LETTERS = 10_000
 
 STATUS: dict[str, tuple[type, ...]] = {
     "phase": (str,),
@@ -279,6 +285,14 @@ class Run:
             return [str(tag) for tag in small_files.read_list(self.path / TAGS)]
         except FileNotFoundError:
             return []
+
+    @property
+    def note(self) -> str:
+        """Note on the run; empty if there is none."""
+        try:
+            return (self.path / NOTE).read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            return ""
 
     def begin(self) -> None:
         """Record that the run starts or resumes in this process."""
@@ -504,12 +518,35 @@ def set_tags(run: Run, tags: Iterable[str]) -> list[str]:
         if not word or len(word) > MAX_TAG_LETTERS or has_controls(word):
             hint = f"use 1 to {MAX_TAG_LETTERS} characters on one line"
             raise RunError(f"invalid tag {word[:MAX_TAG_LETTERS]!r}", hint=hint)
-    try:
-        small_files.write_whole(run.path / TAGS, json.dumps(words, ensure_ascii=False))
-    except OSError as error:
-        problem = f"cannot write {run.path / TAGS}: {error.strerror}"
-        raise RunError(problem, hint="make the folder writable") from error
+    _write(run.path / TAGS, json.dumps(words, ensure_ascii=False))
     return words
+
+
+def set_note(run: Run, note: str) -> str:
+    """Replace the note on a run, and return it.
+
+    Args:
+        run: The run.
+        note: Any text, without surrounding spaces; empty: no note.
+
+    Raises:
+        RunError: The note is too long or has control characters, or the folder cannot be written.
+    """
+    text = "\n".join(note.strip().splitlines())
+    if len(text) > MAX_NOTE_LETTERS:
+        hint = f"use at most {MAX_NOTE_LETTERS:,} characters"
+        raise RunError(f"the note on {run.name} has {len(text):,} characters", hint=hint)
+    if has_controls(text.replace("\n", "").replace("\t", "")):
+        raise RunError(f"the note on {run.name} has control characters", hint="use printable characters")
+    _write(run.path / NOTE, text)
+    return text
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        small_files.write_whole(path, text)
+    except OSError as error:
+        raise RunError(f"cannot write {path}: {error.strerror}", hint="make the folder writable") from error
 
 
 def check_free(recipe: Recipe) -> None:

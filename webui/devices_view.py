@@ -1,0 +1,73 @@
+"""Devices of this machine with the runs that hold them and those that wait, read once for all browsers."""
+
+import threading
+import time
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+import gradio as gr
+
+import tunekit
+from webui.run_parts import empty, table
+from webui.site import Site
+from webui.words import Words, told
+
+FRESH_SECONDS = 3.0
+"""Maximum age in seconds of what is shown again."""
+
+_lock = threading.Lock()
+_kept: list[tuple[float, list[tunekit.DeviceState] | tunekit.TunekitError]] = []
+
+
+def build(page: gr.Blocks, site: Site, words: Words, tick: gr.Timer) -> None:
+    """The part of the page of all runs."""
+    with gr.Accordion(words("runs.devices"), open=False, elem_id="runs-devices"):
+        output = gr.HTML(elem_id="runs-devices-table")
+    gr.on([page.load, tick.tick], lambda: devices_html(site, words), None, output, show_progress="hidden")
+
+
+def devices_html(site: Site, words: Words) -> str:
+    """Return the devices as a table."""
+    with _lock:
+        if not _kept or time.monotonic() - _kept[0][0] > FRESH_SECONDS:
+            try:
+                found: list[tunekit.DeviceState] | tunekit.TunekitError = tunekit.devices()
+            except tunekit.TunekitError as error:
+                found = error
+            _kept[:] = [(time.monotonic(), found)]
+        now = _kept[0][1]
+    return told(now) if isinstance(now, tunekit.TunekitError) else table_of(now, site, words)
+
+
+def table_of(devices: Sequence[tunekit.DeviceState], site: Site, words: Words) -> str:
+    """Render devices: memory in use, runs that hold them, and those that wait in their order."""
+    if not devices:
+        return empty(words("plan.no_gpu"))
+    rows = [
+        [
+            escape(device.name if device.uuid == "cpu" else f"{place}: {device.name}"),
+            escape(_used(device, words)),
+            _runs(device.runs, site, words),
+            _runs(device.waiting, site, words),
+        ]
+        for place, device in enumerate(devices)
+    ]
+    return table([words(f"runs.device_{key}") for key in ("name", "memory", "runs", "waiting")], rows)
+
+
+def _used(device: tunekit.DeviceState, words: Words) -> str:
+    used = device.total_bytes - device.free_bytes
+    return words("runs.device_used", used=tunekit.gib(used), total=tunekit.gib(device.total_bytes))
+
+
+def _runs(folders: Sequence[str], site: Site, words: Words) -> str:
+    """Render runs as links; of those of other folders nothing is said but that they are there."""
+    names = []
+    for folder in map(Path, folders):
+        if folder.resolve().parent == site.root.resolve() / "runs":
+            link = site.link(words.language, "runs", run=folder.name)
+            names.append(f"<a href='{escape(link)}'>{escape(folder.name)}</a>")
+        else:
+            names.append(escape(words("runs.device_other")))
+    return ", ".join(names) or "–"
