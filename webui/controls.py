@@ -6,7 +6,9 @@ button that cannot act is disabled, and the reason stands below. Where the pages
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from html import escape
 from typing import Any
 
@@ -75,10 +77,8 @@ def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick:
     ended.then(refresh, **again)
     form.attach(manage, mend, problem, refresh, again)
     # `input` is not told of words that were typed. What is on the disk already changes nothing there.
-    tagged = tags.change(lambda *asked: _tag(site, *asked), [run_name, tags, seen_state], problem)
-    tagged.then(refresh, **again)
-    noted = note.blur(lambda *given: _note(site, *given), [run_name, note, seen_state], problem)
-    noted.then(refresh, **again)
+    for key, listen, field in (("tags", tags.change, tags), ("note", note.blur, note)):
+        listen(partial(_write, site, key), [run_name, field, seen_state], problem).then(refresh, **again)
     deletion.attach(problem)
 
 
@@ -296,25 +296,17 @@ def _stop(site: Site, name: str, *, now: bool) -> Any:
     return message("")
 
 
-def _tag(site: Site, name: str, tags: list[str], seen: str) -> Any:
+WRITERS: dict[str, Callable[[tunekit.Run, Any], Any]] = {"tags": tunekit.set_tags, "note": tunekit.set_note}
+"""What writes the words that a user has for a run."""
+
+
+def _write(site: Site, key: str, name: str, value: Any, seen: str) -> Any:
     # What the browser was answered is nobody's wish: an answer that is late comes after words that were typed.
-    if _answered(seen)["tags"] == tags:
+    if _answered(seen)[key] == value:
         return gr.skip()
     try:
         run = site.run(name)
-        tunekit.set_tags(run, tags)
-    except tunekit.TunekitError as error:
-        return message(told(error))
-    situation.forget(run)
-    return message("")
-
-
-def _note(site: Site, name: str, note: str, seen: str) -> Any:
-    if _answered(seen)["note"] == note:
-        return gr.skip()
-    try:
-        run = site.run(name)
-        tunekit.set_note(run, note)
+        WRITERS[key](run, value)
     except tunekit.TunekitError as error:
         return message(told(error))
     situation.forget(run)

@@ -10,8 +10,7 @@ import gradio as gr
 import tunekit
 from webui.data_asked import data_files, rewards_in
 from webui.data_view import progress as progress_bar
-from webui.export_view import RESULT
-from webui.history import steps_of
+from webui.export_view import models_of
 from webui.jobs import Jobs, Progress
 from webui.run_parts import empty, moment, table
 from webui.site import Site
@@ -154,8 +153,7 @@ def look(site: Site, words: Words, name: str, seen: str) -> list[Any]:
         output = evaluations_html(tunekit.evaluations_of(run), words)
     except tunekit.TunekitError as error:
         return ["", told(error), *[gr.skip()] * 3]
-    of_steps = [(words("export.step", step=step), str(step)) for step in steps_of(run)]
-    choices = [(words("export.result"), RESULT), *of_steps] if state == "finished" else of_steps
+    choices = models_of(run, state, words)
     is_new = not seen.startswith(first)
     status: Any = "" if choices else empty(words("evaluate.nothing"))
     if progress is not None:

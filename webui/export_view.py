@@ -135,10 +135,15 @@ def look(site: Site, words: Words, name: str, seen: str) -> list[Any]:
         return ["", "", told(error), *[gr.skip()] * 4]
 
 
+def models_of(run: tunekit.Run, state: str, words: Words) -> list[tuple[str, str]]:
+    """Return the models of a run as choices: its result, and its checkpoints by their steps."""
+    of_steps = [(words("export.step", step=step), str(step)) for step in steps_of(run)]
+    return [(words("export.result"), RESULT), *of_steps] if state == "finished" else of_steps
+
+
 def _choices(run: tunekit.Run, words: Words, state: str, progress: Progress | None, *, is_new: bool) -> list[Any]:
     """Checkpoint, kind, button and status."""
-    of_steps = [(words("export.step", step=step), str(step)) for step in steps_of(run)]
-    choices = [(words("export.result"), RESULT), *of_steps] if state == "finished" else of_steps
+    choices = models_of(run, state, words)
     is_full = run.recipe.adapter.type == "full"
     is_busy = progress is not None and not progress.is_over
     status: Any = gr.skip()

@@ -111,7 +111,12 @@ class Listing:
         with self._lock:
             if self._fields[0] == mark:
                 return self._fields[1]
-        differing = tunekit.recipe_diff(*(recipe for _, recipe in compared))
+        differing = {
+            key: values
+            for key, values in tunekit.recipe_diff(*(recipe for _, recipe in compared)).items()
+            # What some recipes do not have differs where two of the others do.
+            if not key.startswith("output.") and len({*values} - {None}) > 1
+        }
         fields = {
             name: {key: value for key, values in differing.items() if (value := values[place]) is not None}
             for place, (name, _) in enumerate(compared)

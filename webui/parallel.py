@@ -80,7 +80,8 @@ def _spec(
     x = {"field": "axis", "type": "nominal", "sort": order, "scale": {"padding": 0.3}}
     y = {"field": "y", "type": "quantitative", "axis": None, "scale": {"domain": [0, 1]}}
     is_less = tunekit.direction_of(measure, ()) == "less"
-    scheme = {"scheme": "viridis", "reverse": is_less}
+    # Without its brightest end, which is hard to see on white.
+    scheme = {"scheme": {"name": "viridis", "extent": [0, 0.85]}, "reverse": is_less}
     line = {
         "mark": {"type": "line", "opacity": 0.75, "strokeWidth": 1.5},
         "encoding": {

@@ -112,8 +112,8 @@ def _build_table(
             _choices(COLUMNS, words), value=list(DEFAULT_COLUMNS), multiselect=True, label=words("runs.columns"),
             info=words("runs.columns_help"), elem_id="runs-columns",
         )  # fmt: skip
-        plot = gr.Plot(visible=False, show_label=False, container=False, elem_id="runs-parallel")
     output = gr.HTML(elem_id="runs-list", js_on_load=CHOOSING)
+    plot = gr.Plot(visible=False, show_label=False, container=False, elem_id="runs-parallel", elem_classes="runs-chart")
     seen_state = gr.Textbox("", visible=False)
     tick = gr.Timer(site.tick_seconds, active=False)
 

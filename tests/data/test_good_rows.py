@@ -28,7 +28,7 @@ def rows_of(path):
 def test_good_rows_keep_their_columns_and_order(tmp_path, suffix):
     source, to = tmp_path / f"rows{suffix}", tmp_path / "good.jsonl"
     rows = [BAD, GOOD[0], GOOD[1], BAD, GOOD[2]]
-    text = json.dumps(rows) if suffix == ".json" else "\n\n".join([*map(json.dumps, rows), "{\"messages\": ["])
+    text = json.dumps(rows) if suffix == ".json" else "\n\n".join([*map(json.dumps, rows), '{"messages": ['])
     source.write_bytes(gzip.compress(text.encode()) if suffix.endswith("gz") else text.encode())
     result = copied(source, to)
     assert rows_of(to) == GOOD

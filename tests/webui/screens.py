@@ -110,7 +110,7 @@ def _choose(page: Any) -> None:
 def _columns(page: Any) -> None:
     page.locator("#runs-columns-fold > button").click()
     page.locator("#runs-columns input").click()
-    for key in ("adapter.rank", "train.max_steps"):
+    for key in ("method.type", "train.max_steps"):
         page.locator("#runs-columns input").fill(key)
         page.get_by_role("option", name=key).click()
     page.keyboard.press("Escape")

@@ -15,7 +15,7 @@ import tunekit
 from tests.training.folders import made_run
 from tests.waiting import LIMIT_SECONDS
 from webui import situation
-from webui.controls import _note, _Shown, _tag, line_of, look, tags_in
+from webui.controls import _Shown, _write, line_of, look, tags_in
 from webui.diagnosis import card
 from webui.resume_form import ResumeForm, choices_of, effects_table, lines_of
 from webui.site import Site
@@ -148,18 +148,18 @@ def test_tags_and_notes_that_were_typed_are_not_taken_from_the_disk_by_an_answer
     with gr.Blocks():
         shown = _Shown(gr.Textbox(), gr.HTML(), gr.HTML())
     late, *_ = look(site, EN, run.name, "", shown)
-    _tag(site, run.name, ["good"], "")
-    _note(site, run.name, "keep it", "")
+    _write(site, "tags", run.name, ["good"], "")
+    _write(site, "note", run.name, "keep it", "")
     # The answer shows none, which the page tells as a change.
-    _tag(site, run.name, [], late)
-    _note(site, run.name, "", late)
+    _write(site, "tags", run.name, [], late)
+    _write(site, "note", run.name, "", late)
     assert (run.tags, run.note) == (["good"], "keep it")
     newest, *_ = look(site, EN, run.name, late, shown)
-    _tag(site, run.name, ["good"], newest)
-    _note(site, run.name, "keep it", newest)
+    _write(site, "tags", run.name, ["good"], newest)
+    _write(site, "note", run.name, "keep it", newest)
     assert (run.tags, run.note) == (["good"], "keep it")
-    _tag(site, run.name, [], newest)
-    _note(site, run.name, "", newest)
+    _write(site, "tags", run.name, [], newest)
+    _write(site, "note", run.name, "", newest)
     assert (run.tags, run.note) == ([], "")
 
 

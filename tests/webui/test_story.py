@@ -135,9 +135,11 @@ def test_a_visitor_goes_all_the_way_from_a_file_to_an_export(workspace, trained_
     expect(page.locator("#chat-left [data-testid=bot]").first).not_to_be_empty()
     page.locator("#chat-unload").click()
 
-    # It is evaluated on its held-out rows, beside the model before.
+    # It is evaluated on rows of a file, beside the model before.
     page.goto(f"{server.url}runs?run={run.name}")
     page.get_by_role("tab", name="Evaluation").click()
+    page.locator("#evaluate-data input").click()
+    page.get_by_role("option", name="sea.jsonl").click()
     page.locator("#evaluate-start:enabled").click()
     expect(page.locator("#evaluate-shown .evaluate-scores")).to_contain_text("loss")
 
