@@ -120,14 +120,14 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
         return [gr.Dropdown(choices=choices(site), value=name), *_look(site, words, fields, request, 0)]
 
     def drop_bad(*values: Any) -> list[Any]:
-        asked = fields.asked(*values)
+        source = fields.asked(*values)
         try:
-            place = place_of_good_rows(site, asked.path)
-            work.call("save_good_rows", recipe_of(site, asked), path=str(place), key=asked.key)
+            place = place_of_good_rows(site, source.path)
+            work.call("save_good_rows", recipe_of(site, source), path=str(place), key=source.key)
         except tunekit.TunekitError as error:
             return [gr.skip(), *_shown(words, fields, status=told(error))]
         # Its columns are the same, and so is what they are read as.
-        request = replace(asked, path=place.relative_to(site.root.resolve()).as_posix())
+        request = replace(source, path=place.relative_to(site.root.resolve()).as_posix())
         return [gr.Dropdown(choices=choices(site), value=request.path), *_look(site, words, fields, request, 0)]
 
     attach(drop.click, drop_bad, fields.inputs, outputs=[fields.path, *outputs])

@@ -32,10 +32,10 @@ def devices_html(site: Site, words: Words) -> str:
     with _lock:
         if not _kept or time.monotonic() - _kept[0][0] > FRESH_SECONDS:
             try:
-                found: list[tunekit.DeviceState] | tunekit.TunekitError = tunekit.devices()
+                devices: list[tunekit.DeviceState] | tunekit.TunekitError = tunekit.devices()
             except tunekit.TunekitError as error:
-                found = error
-            _kept[:] = [(time.monotonic(), found)]
+                devices = error
+            _kept[:] = [(time.monotonic(), devices)]
         now = _kept[0][1]
     return told(now) if isinstance(now, tunekit.TunekitError) else table_of(now, site, words)
 

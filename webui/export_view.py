@@ -67,9 +67,11 @@ def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick:
     def export(
         name: str, checkpoint: str, kind: str, dtype: str, dest: str, gguf: str, push: str, private: bool
     ) -> Any:
-        asked: dict[str, Any] = {"gguf": gguf or None, "push": push.strip() or None}
-        asked["private"] = bool(private and asked["push"])
-        return begin(site, words, name, checkpoint=checkpoint, kind=kind, dtype=dtype, dest=dest, **asked)
+        repository = push.strip() or None
+        return begin(
+            site, words, name, checkpoint=checkpoint, kind=kind, dtype=dtype, dest=dest, gguf=gguf or None,
+            push=repository, private=private and repository is not None,
+        )  # fmt: skip
 
     update: dict[str, Any] = {
         "fn": refresh,
@@ -121,8 +123,8 @@ def look(site: Site, words: Words, name: str, seen: str) -> list[Any]:
         run = site.run(name)
         state, progress = run.state, exports.progress_of(run)
         folders = sorted(path.name for path in (run.path / "checkpoints").glob("checkpoint-*"))
-        made = None if progress is None or progress.result is None else progress.result.folder
-        exported = exports.exports_in(run, made)
+        newest = None if progress is None or progress.result is None else progress.result.folder
+        exported = exports.exports_in(run, newest)
         mark = repr((name, state, folders, progress, [path for path, _ in exported]))
         if mark == seen:
             return [gr.skip()] * 7

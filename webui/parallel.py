@@ -46,12 +46,12 @@ def _number(text: str | None) -> str | float | None:
 
 def _scale(values: Sequence[str | float | None]) -> Callable[[str | float], float]:
     """Return the height of a value on its axis, from 0 to 1: linear for numbers, and evenly spread for words."""
-    given = [value for value in values if value is not None]
-    numbers = [value for value in given if isinstance(value, float | int)]
-    if len(numbers) == len(given) and numbers:
+    present = [value for value in values if value is not None]
+    numbers = [value for value in present if isinstance(value, float | int)]
+    if len(numbers) == len(present) and numbers:
         low, high = min(numbers), max(numbers)
         return lambda value: 0.5 if high == low else (float(value) - low) / (high - low)
-    order = sorted({str(value) for value in given})
+    order = sorted({str(value) for value in present})
     return lambda value: 0.5 if len(order) == 1 else order.index(str(value)) / (len(order) - 1)
 
 
@@ -67,14 +67,14 @@ def _spec(
     labels: list[dict[str, Any]] = []
     for axis, values in axes:
         height = _scale(values)
-        given = [value for value in values if value is not None]
+        present = [value for value in values if value is not None]
         points += [
             {"run": line.name, "axis": axis, "y": height(value), "value": _text(value), "result": line.value}
             for line, value in zip(lines, values, strict=True)
             if value is not None
         ]
-        is_number = all(not isinstance(value, str) for value in given)
-        ends = {min(given), max(given)} if is_number else {str(value) for value in given}
+        is_number = all(not isinstance(value, str) for value in present)
+        ends = {min(present), max(present)} if is_number else {str(value) for value in present}
         labels += [{"axis": axis, "y": height(value), "value": _text(value)} for value in ends]
     order = [axis for axis, _ in axes]
     x = {"field": "axis", "type": "nominal", "sort": order, "scale": {"padding": 0.3}}

@@ -71,7 +71,7 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
         devices_view.build(page, site, words, listen[0])
     with gr.Column(visible=False) as one_run:
         looks = run_view.build(page, site, words, run_name, tick, stored)
-    table_tick, tags, shown, update = listen
+    table_tick, tags, shown_columns, update = listen
 
     def opened(kept: Any, kept_columns: Any, request: gr.Request) -> list[Any]:
         name = request.query_params.get("run", "")
@@ -83,7 +83,7 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
             *run_view.opened_looks(site, name, request.query_params.getlist("with"), kept),
         ]  # fmt: skip
 
-    outputs = [all_runs, one_run, tick, table_tick, run_name, tags, shown, *looks]
+    outputs = [all_runs, one_run, tick, table_tick, run_name, tags, shown_columns, *looks]
     page.load(opened, [stored, columns], outputs, show_progress="hidden").then(**update)
 
 
@@ -124,16 +124,16 @@ def _build_table(
         keys = list(dict.fromkeys(key for values in fields.values() for key in values))
         sorted_lines = ordered(lines, order, fields)
         looked_for: dict[str, Any] = {"search": search, "states": states or (), "tags": tags or ()}
-        shown = columns_in(shown)
-        page = table_of(sorted_lines, site, words, columns=shown, fields=fields, **looked_for)
-        drawing = plot_of(found(lines, **looked_for), [key for key in shown if "." in key], fields, words)
+        keys_shown = columns_in(shown)
+        page = table_of(sorted_lines, site, words, columns=keys_shown, fields=fields, **looked_for)
+        drawing = plot_of(found(lines, **looked_for), [key for key in keys_shown if "." in key], fields, words)
         mark = json.dumps([hash(page), all_tags, keys, hash(drawing)])
         if mark == seen:
             return [gr.skip()] * 6
         return [
             page,
             gr.update(choices=all_tags),
-            gr.update(choices=_choices((*ORDERS, *(key for key in shown if "." in key)), words)),
+            gr.update(choices=_choices((*ORDERS, *(key for key in keys_shown if "." in key)), words)),
             gr.update(choices=_choices((*COLUMNS, *keys), words)),
             gr.Plot(
                 visible=drawing is not None,

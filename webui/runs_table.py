@@ -202,10 +202,10 @@ def first_steps(site: Site, words: Words) -> str:
         "data": "tunekit data sft/quickstart data.train=rows.jsonl",
         "see": "tunekit ui --root FOLDER",
     }
-    shown = [
-        _card(key, link, commands[key], words) for key, link in cards.items() if key == "see" or not site.read_only
-    ]
-    return f"<p class='runs-empty'>{escape(words('runs.none'))}</p><div class='runs-cards'>{''.join(shown)}</div>"
+    # A server that only shows starts nothing.
+    keys = ("see",) if site.read_only else tuple(cards)
+    sections = [_card(key, cards[key], commands[key], words) for key in keys]
+    return f"<p class='runs-empty'>{escape(words('runs.none'))}</p><div class='runs-cards'>{''.join(sections)}</div>"
 
 
 def _card(key: str, link: str | None, command: str, words: Words) -> str:

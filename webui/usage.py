@@ -34,14 +34,14 @@ _lock = threading.Lock()
 def usage_of(run: tunekit.Run) -> tunekit.Usage | None:
     """Return what a run uses on this host; None where nothing of it is here."""
     with _lock:
-        kept = _meters.setdefault(run.path, _Meter(tunekit.UsageMeter(run)))
+        cached = _meters.setdefault(run.path, _Meter(tunekit.UsageMeter(run)))
         _meters.move_to_end(run.path)
         while len(_meters) > MAX_METERS:
             _meters.popitem(last=False)
-    with kept.lock:
-        if time.monotonic() - kept.time > FRESH_SECONDS:
-            kept.usage, kept.time = kept.meter.read(), time.monotonic()
-        return kept.usage
+    with cached.lock:
+        if time.monotonic() - cached.time > FRESH_SECONDS:
+            cached.usage, cached.time = cached.meter.read(), time.monotonic()
+        return cached.usage
 
 
 def bars(usage: tunekit.Usage | None, words: Words) -> str:

@@ -65,5 +65,5 @@ def test_the_command_says_how_many_rows_it_left_out(tmp_path):
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, [*GOOD, BAD])), encoding="utf-8")
     (tmp_path / "mine.yaml").write_text("model: pico\ndata: {train: rows.jsonl}\n", encoding="utf-8")
     answer = run_command("data", "mine.yaml", "--good-rows", "good.jsonl", cwd=tmp_path)
-    assert answer.stdout == "good.jsonl: 3 rows; 1 invalid rows left out\n"
+    assert answer.stdout == "good.jsonl: 3 rows; 1 invalid rows skipped\n"
     assert rows_of(tmp_path / "good.jsonl") == GOOD

@@ -118,8 +118,8 @@ def start_sweep(
     Raises:
         TunekitError: There is no sweep, for the same reasons as with `sweep`.
     """
-    given = {"--random": random, "--optuna": optuna, "--by": by}
-    options = [str(word) for option, value in given.items() if value is not None for word in (option, value)]
+    by_option = {"--random": random, "--optuna": optuna, "--by": by}
+    options = [str(word) for option, value in by_option.items() if value is not None for word in (option, value)]
     with tempfile.TemporaryDirectory(prefix="tunekit-") as folder:
         recipe = _written(source, Path(folder)) if isinstance(source, Recipe | Mapping) else source
         return Path(_start(["sweep", str(recipe), *values, *options], None))

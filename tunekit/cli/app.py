@@ -196,7 +196,7 @@ def data(
     source, notes = _load(recipe, overrides)
     if good_rows is not None:
         copied = verbs.save_good_rows(source, path=good_rows)
-        print(f"{copied.path}: {copied.num_rows:,} rows; {copied.num_bad:,} invalid rows left out")
+        print(f"{copied.path}: {copied.num_rows:,} rows; {copied.num_bad:,} invalid rows skipped")
         return
     if html is not None and not html.parent.is_dir():
         with writing(html):  # What cannot be written is said before the rows are read.
