@@ -79,7 +79,8 @@ class Listing:
         self._lines: tuple[Line, ...] = ()
         self._read = float("-inf")
         self._known: dict[tuple[str, str], tuple[object, Any]] = {}
-        self._fields: tuple[tuple[tuple[str, int], ...], dict[str, dict[str, str]]] = ((), {})
+        self._compared: list[tuple[str, tunekit.Recipe]] = []
+        self._fields: dict[str, dict[str, str]] = {}
 
     def lines(self) -> tuple[Line, ...]:
         """All runs, the newest first."""
@@ -107,10 +108,10 @@ class Listing:
     def fields(self, lines: Sequence[Line]) -> dict[str, dict[str, str]]:
         """Return the recipe fields in which runs differ: their values by run and key."""
         compared = [(line.name, line.recipe) for line in lines if line.recipe is not None]
-        mark = tuple((name, id(recipe)) for name, recipe in compared)
         with self._lock:
-            if self._fields[0] == mark:
-                return self._fields[1]
+            # Recipes are read once, so that the same one is the same object.
+            if [(name, id(recipe)) for name, recipe in compared] == [(name, id(read)) for name, read in self._compared]:
+                return self._fields
         differing = {
             key: values
             for key, values in tunekit.recipe_diff(*(recipe for _, recipe in compared)).items()
@@ -122,7 +123,7 @@ class Listing:
             for place, (name, _) in enumerate(compared)
         }
         with self._lock:
-            self._fields = mark, fields
+            self._compared, self._fields = compared, fields
         return fields
 
     def _folders(self) -> list[Path]:

@@ -12,6 +12,9 @@ from tunekit.probe.host import host_cpu, num_cores
 from tunekit.probe.nvidia import DeviceUsage, usage_of_devices
 from tunekit.runs.run import Run
 
+MAX_WALKED_BYTES = 8 * 2**30
+"""Largest process whose shared memory is counted exactly."""
+
 
 @dataclass(frozen=True)
 class Usage:
@@ -20,7 +23,7 @@ class Usage:
     Attributes:
         cores: Cores that its processes kept busy since the last reading, such as 1.5; None at the first.
         num_cores: Cores of this host.
-        used_bytes: Memory of its processes; what they share counts once.
+        used_bytes: Memory of its processes; what small ones share counts once.
         total_bytes: Memory of this host.
         devices: Its GPUs, with all that they do, for whichever program.
     """
@@ -82,7 +85,13 @@ class UsageMeter:
 
 
 def _memory_of(process: psutil.Process) -> int:
-    """Return a process's memory, with its share of what it has in common with others where the system tells that."""
+    """Return a process's memory, with its share of what it has in common with others where the system tells that.
+
+    To tell it, the system walks through all pages while the process cannot map others: large ones are not held up so.
+    """
+    resident = int(process.memory_info().rss)
+    if resident > MAX_WALKED_BYTES:
+        return resident
     with contextlib.suppress(psutil.AccessDenied, AttributeError):
         return int(process.memory_full_info().pss)
-    return int(process.memory_info().rss)
+    return resident
