@@ -33,7 +33,7 @@ let focused = null, sent = "[]";
 function paint() {
   const boxes = [...element.querySelectorAll("input[name=run]")];
   for (const box of boxes) box.checked = chosen.has(box.value);
-  const button = element.querySelector("button");
+  const button = element.querySelector(".runs-compare-line button");
   const few = boxes.filter((box) => box.checked).length < 2;
   if (button) {
     button.disabled = few;
@@ -104,13 +104,15 @@ def _build_table(
         tags = gr.Dropdown(
             [], multiselect=True, allow_custom_value=True, label=words("runs.tags"), elem_id="runs-tags", min_width=200
         )
+        # Fields of recipes are offered once the runs are read.
         order = gr.Dropdown(
-            _choices(ORDERS, words), value="started", label=words("runs.sort"), elem_id="runs-sort", min_width=160
-        )
+            _choices(ORDERS, words), value="started", allow_custom_value=True, label=words("runs.sort"),
+            elem_id="runs-sort", min_width=160,
+        )  # fmt: skip
     with gr.Accordion(words("runs.columns"), open=False, elem_id="runs-columns-fold"):
         columns = gr.Dropdown(
-            _choices(COLUMNS, words), value=list(DEFAULT_COLUMNS), multiselect=True, label=words("runs.columns"),
-            info=words("runs.columns_help"), elem_id="runs-columns",
+            _choices(COLUMNS, words), value=list(DEFAULT_COLUMNS), multiselect=True, allow_custom_value=True,
+            label=words("runs.columns"), info=words("runs.columns_help"), elem_id="runs-columns",
         )  # fmt: skip
     output = gr.HTML(elem_id="runs-list", js_on_load=CHOOSING)
     plot = gr.Plot(visible=False, show_label=False, container=False, elem_id="runs-parallel", elem_classes="runs-chart")
