@@ -34,7 +34,7 @@ def through_a_pipe(error):
     reading, writing = os.pipe()
     background.Announcer(writing).refuse(error)
     with os.fdopen(reading) as told, pytest.raises(TunekitError) as caught:
-        background._run_of(told.readline(), io.BytesIO())
+        background._folder_of(told.readline(), io.BytesIO())
     return caught.value
 
 

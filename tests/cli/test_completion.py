@@ -47,7 +47,7 @@ def function(folder: Path) -> str:
     ("words", "expected"),
     [
         (("tra",), {"train"}),
-        (("runs", ""), {"show", "tag", "delete"}),
+        (("runs", ""), {"show", "tag", "note", "delete"}),
         (("train", "mine.yaml", "--deta"), {"--detach"}),
         (("train", ""), SHIPPED | {"mine.yaml", "configs/", "runs/"}),
         (("check", "sft/q"), {"sft/qlora", "sft/quickstart"}),
