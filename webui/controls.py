@@ -297,7 +297,7 @@ def _stop(site: Site, name: str, *, now: bool) -> Any:
 
 
 WRITERS: dict[str, Callable[[tunekit.Run, Any], Any]] = {"tags": tunekit.set_tags, "note": tunekit.set_note}
-"""What writes the words that a user has for a run."""
+"""Functions that write tags and note of a run."""
 
 
 def _write(site: Site, key: str, name: str, value: Any, seen: str) -> Any:

@@ -198,7 +198,7 @@ def test_several_runs_are_tagged_and_deleted_at_once(workspace):
 
 
 def test_devices_name_the_runs_that_hold_them_and_those_that_wait(workspace):
-    inside, outside = str(workspace / "runs" / "<b>mine"), "/home/other/runs/secret"
+    inside, outside = str(workspace / "runs" / "<b>mine"), "/elsewhere/runs/secret"
     gpus = [
         tunekit.DeviceState(f"GPU-{n}", "H200", 100 * 2**30, 40 * 2**30, runs=(inside,), waiting=(outside, inside))
         for n in range(2)
