@@ -228,15 +228,15 @@ def trace(method_step: MethodStep, device: Literal["cpu", "cuda"] = "cuda") -> T
         model = accelerator.prepare_model(model, device_placement=False)
         trainer.model, trainer.ref_model = model, reference
         trainer.teacher_model = reference
-        if isinstance(method, GOLDMethod):
+        if method.spec.teacher_reads_own_tokens:
             vars(base)[HEAD] = SimpleNamespace(bound=trainer._bound)
         is_pair = method.type in ("dpo", "orpo", "cpo", "reward")
         shape = (step.batch * (2 if is_pair else 1), step.length)
         # The mask of distillation is one of the answers alone.
-        is_answers = isinstance(method, DistillationMethod | SDFTMethod | GOLDMethod)
+        is_answers = method.type in ("distillation", "sdft", "gold")
         share = 1.0 if is_answers else method_step.scored_tokens / (step.length - 1)
         # Half of KTO's answers are good.
-        tracker = MaskedBytes(own, share, found=1.0 if isinstance(method, SDFTMethod) else 0.5)
+        tracker = MaskedBytes(own, share, found=1.0 if method.type == "sdft" else 0.5)
         watch(base, tracker)
         _watch_reference(reference or base, tracker)
         with tracker:

@@ -34,7 +34,7 @@ from tunekit.probe.model import probe_model
 from tunekit.probe.nodes import with_started
 from tunekit.process.log_capture import library_words_to
 from tunekit.recipe.load import AnyOverrides
-from tunekit.recipe.methods import generates, has_teacher, is_rewarded, list_methods, uses_tools
+from tunekit.recipe.methods import generates, has_teacher, is_rewarded, list_methods
 from tunekit.recipe.methods.on_policy import RewardedMethod
 from tunekit.recipe.reading.phrases import any_of
 from tunekit.recipe.schema import Recipe
@@ -676,11 +676,11 @@ def _refuse_untrainable(recipe: Recipe) -> None:
 
 def _owns_reward(method: RewardedMethod) -> bool:
     """Return whether an environment of the method scores its episodes."""
-    if not uses_tools(method):
+    if method.acting is None:
         return False
     from tunekit.methods.tool_use import owns_reward
 
-    return owns_reward(method)
+    return owns_reward(method.acting)
 
 
 def _progress_to(on_event: Callable[[Event], None] | None) -> Progress | None:

@@ -19,7 +19,6 @@ from tunekit.estimates.layout import Layout
 from tunekit.methods.arguments import Parts
 from tunekit.methods.tool_use import give_response_template
 from tunekit.planner.plan import Plan, Schedule
-from tunekit.recipe.methods import uses_tools
 from tunekit.recipe.methods.on_policy import RewardedMethod
 from tunekit.training.answers import transcript
 from tunekit.training.build_trainer import check_upstream, load_frozen
@@ -223,7 +222,7 @@ def _trainer(
     from datasets import Dataset
 
     check_upstream(method.type)
-    if uses_tools(method):
+    if method.uses_tools:
         give_response_template(tokenizer)
     args = method.trainer_args if held_out is None else {**method.trainer_args, "num_generations_eval": 1}
     method = method.model_copy(update={"beta": 0.0, "num_iterations": 1, "trainer_args": args})

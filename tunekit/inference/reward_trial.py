@@ -20,7 +20,6 @@ from tunekit.methods.rewards.answers import text_of
 from tunekit.methods.rewards.load import load_rewards, reward_arguments
 from tunekit.planner.plan import Plan
 from tunekit.probe.chat_template import template_in_time
-from tunekit.recipe.methods import uses_tools
 from tunekit.recipe.methods.on_policy import RewardedMethod
 from tunekit.training.build_trainer import load_adapted
 
@@ -350,7 +349,7 @@ def _played(
         masks_truncated=method.mask_truncated_completions,
         is_bare=is_bare,
         rows=tuple(prompt.row for prompt in prompts),
-        calls=played.calls if uses_tools(method) else None,
+        calls=played.calls if method.uses_tools else None,
     )
 
 

@@ -40,7 +40,6 @@ from tunekit.methods.environments.host import load
 from tunekit.methods.environments.tools import texts_in
 from tunekit.methods.rewards.sandbox import check_sandbox
 from tunekit.recipe.functions import find_function
-from tunekit.recipe.methods import uses_tools
 from tunekit.recipe.methods.grpo import GRPOMethod
 from tunekit.recipe.methods.on_policy import RewardedMethod
 from tunekit.recipe.sections.tools import PythonTool, SearchTool
@@ -62,9 +61,10 @@ def owns_reward(method: GRPOMethod) -> bool:
 
 def environment_rewards(method: RewardedMethod) -> list[str]:
     """Return the names of rewards that the environment of a method gives itself."""
-    if not uses_tools(method) or method.environment is None or not owns_reward(method):
+    environment = None if method.acting is None else method.acting.environment
+    if environment is None or not class_owns_reward(loaded := _class(environment.path)):
         return []
-    return [_class(method.environment.path).__name__]
+    return [loaded.__name__]
 
 
 def tool_schemas(method: GRPOMethod) -> list[dict[str, Any]]:

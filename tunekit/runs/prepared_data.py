@@ -35,9 +35,6 @@ from tunekit.recipe.methods import (
     generates,
     has_teacher,
     is_rewarded,
-    scores_steps,
-    teaches_itself,
-    uses_tools,
 )
 from tunekit.recipe.methods.on_policy import OnPolicyMethod
 from tunekit.recipe.schema import Recipe
@@ -292,10 +289,8 @@ def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None 
 
 def step_tokens_of(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase") -> StepTokens | None:
     """Return the tokens of steps by a recipe; None for a method that does not score them."""
-    method = recipe.method
-    if not scores_steps(method):
-        return None
-    return StepTokens(tokenizer, method.step_separator, method.train_on_last_step_only)
+    steps = recipe.method.step_settings
+    return None if steps is None else StepTokens(tokenizer, steps.separator, steps.only_last)
 
 
 def _divided_steps(steps: StepTokens, sources: Iterable[Rows]) -> Iterator[str]:
@@ -322,10 +317,10 @@ def answered_rows(
     """
     from tunekit.methods.tool_use import check_own_tools, with_tools
 
-    if uses_tools(method):
-        return with_tools(data, method, tokenizer())
-    if teaches_itself(method):
-        return with_teacher_prompts(data, method.teacher_prompt_template)
+    if method.acting is not None:
+        return with_tools(data, method.acting, tokenizer())
+    if method.teacher_template is not None:
+        return with_teacher_prompts(data, method.teacher_template)
     check_own_tools(data)
     return data
 

@@ -30,7 +30,6 @@ from tunekit.estimates.models.model_config import num_experts_of
 from tunekit.methods.head import Head, experts_of_layer, fused_heads, language_model, trl_head
 from tunekit.models.fusion.proof import ROUNDING, whole_shape
 from tunekit.planner.plan import Plan
-from tunekit.recipe.methods import has_teacher, teaches_itself
 from tunekit.runs.record import Record
 from tunekit.training.engines.engine import between_checks
 
@@ -101,7 +100,7 @@ def check_head(trainer: Trainer, plan: Plan, record: Record, *, vocabulary: int)
     Raises:
         RunError: They differ, and the run cannot do without the fused head.
     """
-    if has_teacher(plan.recipe.method) or teaches_itself(plan.recipe.method):
+    if plan.recipe.method.spec.learns_distributions:
         _check_distillation(trainer, plan, vocabulary)
         return
     heads = fused_heads(trainer)

@@ -52,24 +52,9 @@ def is_rewarded(method: MethodSection) -> TypeIs[RewardedMethod]:
     return isinstance(method, RewardedMethod)
 
 
-def uses_tools(method: MethodSection) -> TypeIs[GRPOMethod]:
-    """Return whether the model calls tools while it answers, or acts in an environment."""
-    return isinstance(method, GRPOMethod) and method.uses_tools
-
-
 def has_teacher(method: MethodSection) -> TypeIs[TeacherMethod]:
     """Return whether the model learns the probabilities of another one."""
     return isinstance(method, TeacherMethod)
-
-
-def teaches_itself(method: MethodSection) -> TypeIs[SDFTMethod]:
-    """Return whether the model learns its own probabilities with another prompt."""
-    return isinstance(method, SDFTMethod)
-
-
-def scores_steps(method: MethodSection) -> TypeIs[PRMMethod]:
-    """Return whether rows are answers whose steps have labels."""
-    return isinstance(method, PRMMethod)
 
 
 def compares_with_reference(method: MethodSection) -> TypeIs[ReferenceMethod]:

@@ -22,6 +22,7 @@ class DistillationMethod(TeacherMethod, OnPolicyMethod):
         health_checks=ANSWER_CHECKS,
         loss_description="Losses are the divergence from the teacher, in nats per token of the model's completions.",
         media=("image",),
+        learns_distributions=True,
         uses_tiled_head=False,
     )
 

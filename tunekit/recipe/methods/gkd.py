@@ -120,6 +120,7 @@ class GKDMethod(RowDistillationMethod):
         upstream_names=("_get_num_items_in_batch",),
         masks_as_told=True,
         media=("image",),
+        learns_distributions=True,
         uses_tiled_head=False,
     )
 

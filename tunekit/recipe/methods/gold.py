@@ -27,6 +27,7 @@ class GOLDMethod(RowDistillationMethod):
         "spell with whole tokens.",
         upstream_names=("_get_num_items_in_batch", "_set_signature_columns_if_needed", "_signature_columns"),
         masks_as_told=True,
+        learns_distributions=True,
         uses_tiled_head=False,
         teacher_reads_own_tokens=True,
     )

@@ -100,9 +100,9 @@ class GRPOMethod(PolicyGradientMethod):
     tunekit sets itself are refused."""
 
     @property
-    def uses_tools(self) -> bool:
-        """True if completions may have several turns."""
-        return bool(self.tools) or self.environment is not None
+    def acting(self) -> "GRPOMethod | None":
+        """The method itself if the model calls tools or acts in an environment; else None."""
+        return self if self.tools or self.environment is not None else None
 
     @property
     def has_own_loop(self) -> bool:

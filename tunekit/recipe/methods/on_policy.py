@@ -28,6 +28,9 @@ from tunekit.recipe.sections.model import ModelSection
 from tunekit.recipe.sections.rewards import Reward
 from tunekit.recipe.sections.section import Conflict, Section
 
+if TYPE_CHECKING:
+    from tunekit.recipe.methods.grpo import GRPOMethod
+
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 """How TRL's GRPOTrainer brings several rewards together; any other word fails in the first step (trl 1.16)."""
 
@@ -146,9 +149,19 @@ class OnPolicyMethod(MethodSection):
         return 1
 
     @property
+    def acting(self) -> "GRPOMethod | None":
+        """The method itself if the model calls tools or acts in an environment; else None."""
+        return None
+
+    @property
     def uses_tools(self) -> bool:
         """True if completions may have several turns."""
-        return False
+        return self.acting is not None
+
+    @property
+    def teacher_template(self) -> str | None:
+        """Template of the prompts that the model reads as its own teacher; None where it is not."""
+        return None
 
     @property
     def has_own_loop(self) -> bool:

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tunekit.recipe.methods.spec import LearningRate, MethodPasses, MethodSection, MethodSpec, PassInputs
+from tunekit.recipe.methods.spec import LearningRate, MethodPasses, MethodSection, MethodSpec, PassInputs, StepSettings
 
 
 class PRMMethod(MethodSection):
@@ -39,6 +39,11 @@ class PRMMethod(MethodSection):
     trainer_args: dict[str, Any] = {}
     """Other arguments of TRL's SFTConfig, by its field names. Checked against the installed version; arguments that
     tunekit sets itself are refused."""
+
+    @property
+    def step_settings(self) -> StepSettings:
+        """Settings of steps."""
+        return StepSettings(self.step_separator, self.train_on_last_step_only)
 
     def passes(self, inputs: PassInputs) -> MethodPasses:
         """Return the passes of an optimizer step."""

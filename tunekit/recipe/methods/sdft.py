@@ -43,6 +43,7 @@ class SDFTMethod(OnPolicyMethod):
         health_checks=ANSWER_CHECKS,
         loss_description="Losses are the divergence from the model with the demonstration, in nats per token of the "
         "model's completions.",
+        learns_distributions=True,
         uses_tiled_head=False,
         disables_dropout=True,
     )
@@ -78,6 +79,11 @@ class SDFTMethod(OnPolicyMethod):
     def reference_use(self) -> ReferenceUse:
         """Use of a reference model."""
         return "model" if self.teacher_model_kind == "base" else "none"
+
+    @property
+    def teacher_template(self) -> str:
+        """Template of the prompts that the model reads as its own teacher."""
+        return self.teacher_prompt_template
 
     @property
     def prompt_columns(self) -> tuple[str, ...]:

@@ -180,8 +180,19 @@ class MethodSpec:
     """True if the trainer never has dropout, whatever `trainer_args` say."""
     teacher_reads_own_tokens: bool = False
     """True if a teacher has another tokenizer, and reads rows in its own tokens."""
+    learns_distributions: bool = False
+    """True if the loss compares the probabilities of all tokens with those of a teacher."""
     uses_tiled_head: bool = True
     """True if tunekit's head can take the place of one that scores tokens in tiles."""
+
+
+class StepSettings(NamedTuple):
+    """Settings of a method whose rows are answers with a label for each step."""
+
+    separator: str
+    """Text after each step."""
+    only_last: bool
+    """True if the label of the last step alone is trained on."""
 
 
 class OtherSections(NamedTuple):
@@ -222,6 +233,11 @@ class MethodSection(Section):
     def num_server_devices(self) -> int:
         """Devices of the vLLM server that the run starts; 0 where it starts none."""
         return 0
+
+    @property
+    def step_settings(self) -> StepSettings | None:
+        """Settings of steps; None where rows have none."""
+        return None
 
     @property
     def couples_rows(self) -> bool:
