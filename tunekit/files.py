@@ -141,6 +141,27 @@ class ShippedRecipe:
     path: Path
     """Path of the file."""
 
+    method: str = ""
+    """Its `method.type`."""
+
+    gpu_gb: int | None = None
+    """Memory in GB of the smallest GPU on which it fits alone, of those in `GPU_SIZES`; None: of none of them. 0: it is
+    made for a CPU. Predicted by the planner."""
+
+    @property
+    def memory(self) -> str:
+        """Its `gpu_gb` in words: `CPU`, `24 GB`, or `> 141 GB`."""
+        if self.gpu_gb is None:
+            return f"> {GPU_SIZES[-1]} GB"
+        return f"{self.gpu_gb} GB" if self.gpu_gb else "CPU"
+
+
+GPU_SIZES = (8, 12, 16, 24, 32, 48, 80, 141)
+"""Memory in GB of the GPUs that shipped recipes are planned for."""
+
+PLANNED = "memory.json"
+"""Method and memory of each shipped recipe, in their folder. `python -m tests.planner.golden` writes it."""
+
 
 def recipe_root() -> Path:
     """The folder of the shipped recipes: in the package when installed from a wheel, else at the checkout's top."""
@@ -157,17 +178,16 @@ def example_root() -> Path:
 def list_recipes() -> list[ShippedRecipe]:
     """The shipped recipes by name."""
     root = recipe_root()
-    return [
-        ShippedRecipe(path.relative_to(root).with_suffix("").as_posix(), _description(path), path)
-        for path in sorted(root.rglob("*.yaml"))
-    ]
+    planned = json.loads((root / PLANNED).read_text(encoding="utf-8"))
+    names = {path.relative_to(root).with_suffix("").as_posix(): path for path in sorted(root.rglob("*.yaml"))}
+    return [ShippedRecipe(name, _description(path), path, **planned.get(name, {})) for name, path in names.items()]
 
 
 def recipe_table() -> str:
     """The shipped recipes as a table in Markdown, with links from their folder; it stands in `recipes/README.md`."""
-    lines = ["| recipe | what it does |", "|:--|:--|"]
+    lines = ["| recipe | what it does | fits on |", "|:--|:--|--:|"]
     for recipe in list_recipes():
-        lines.append(f"| [{recipe.name}]({recipe.name}.yaml) | {recipe.description} |")
+        lines.append(f"| [{recipe.name}]({recipe.name}.yaml) | {recipe.description} | {recipe.memory} |")
     return "\n".join(lines) + "\n"
 
 

@@ -23,14 +23,26 @@ _MAX_FILES = 200
 _MAX_BYTES = 256 * 1024
 
 
+def recipes(method: str = "", gpu_gb: int | None = None) -> list[tuple[str, str]]:
+    """Return shipped recipes as sources of a draft: the label and the value in links.
+
+    Args:
+        method: Only those of this `method.type`; empty: all.
+        gpu_gb: Only those that fit on one GPU with so many GB, 0 for those made for a CPU; None: all.
+    """
+    return [
+        (f"{shipped.name}: {shipped.description} · {shipped.memory}", f"recipe:{shipped.name}")
+        for shipped in tunekit.list_recipes()
+        if method in ("", shipped.method)
+        and (gpu_gb is None or (shipped.gpu_gb is not None and shipped.gpu_gb <= gpu_gb))
+    ]
+
+
 def sources(site: Site) -> dict[str, list[tuple[str, str]]]:
     """Return the sources of a draft: by kind, the label and the value in links (`recipe:sft/quickstart`)."""
-    recipes = [
-        (f"{shipped.name}: {shipped.description}", f"recipe:{shipped.name}") for shipped in tunekit.list_recipes()
-    ]
     runs = tunekit.list_runs(site.root / "runs")
     return {
-        "recipe": recipes,
+        "recipe": recipes(),
         "file": [(name, f"file:{name}") for name in _files(site.root)],
         "run": [(run.name, f"run:{run.name}") for run in runs],
     }

@@ -57,14 +57,8 @@ class NewRun:
         self.sought = gr.Textbox("", elem_id="form-sought", **hidden)
         self.form = [self.tick, self.sought]
         gr.Markdown(f"# {words('form.title')}")
-        self.source = gr.Dropdown(
-            [],
-            label=words("form.start_from"),
-            info=words("form.start_from_info"),
-            elem_id="form-source",
-            interactive=True,
-            allow_custom_value=True,
-        )
+        with gr.Row(elem_id="form-presets"):
+            self._presets()
         self.notice = gr.HTML(elem_id="form-notice")
         with gr.Row(elem_id="form-columns"):
             with gr.Column(scale=3, min_width=320) as self.main:
@@ -79,6 +73,27 @@ class NewRun:
                     self._render()
             with gr.Column(scale=2, min_width=320, elem_id="form-side"):
                 self._side()
+
+    def _presets(self) -> None:
+        """Lay out what a draft starts from: shipped recipes by task and machine, files and runs."""
+        words = self.words
+        methods = dict.fromkeys(shipped.method for shipped in tunekit.list_recipes())
+        tasks = [(words("form.any"), ""), *((words(f"form.task_{method}"), method) for method in methods)]
+        needed = sorted({shipped.gpu_gb for shipped in tunekit.list_recipes() if shipped.gpu_gb is not None})
+        sizes = [(words("form.any"), ""), *((f"{size} GB" if size else "CPU", str(size)) for size in needed)]
+        small: dict[str, Any] = {"interactive": True, "min_width": 160, "scale": 1}
+        self.task = gr.Dropdown(tasks, value="", label=words("form.task"), elem_id="form-task", **small)
+        self.size = gr.Dropdown(sizes, value="", label=words("form.size"), elem_id="form-size", **small)
+        self.source = gr.Dropdown(
+            [],
+            label=words("form.start_from"),
+            info=words("form.start_from_info"),
+            elem_id="form-source",
+            interactive=True,
+            allow_custom_value=True,
+            min_width=320,
+            scale=3,
+        )
 
     def _side(self) -> None:
         """Lay out what stands beside the form."""
@@ -115,6 +130,8 @@ class NewRun:
         self._done(opened)
         chosen = self.source.input(None, None, None, js=ACT)
         self._done(chosen.then(self.begin, [self.source], drafted, show_progress="hidden", trigger_mode="always_last"))
+        narrowing = [self.task.input, self.size.input]
+        gr.on(narrowing, self.narrow, [self.task, self.size, self.source], [self.source], show_progress="hidden")
         script = "async (asked) => { await formLock.settled(); return asked; }"
         self.search.change(None, self.search, self.sought, js=script)
         checked = [self.problems, self.faults, self.differences, self.command, self.python]
@@ -239,6 +256,15 @@ class NewRun:
             for kind in source_lists
             for label, value in source_lists[kind]
         ]
+
+    def narrow(self, task: str, size: str, source: str | None) -> Any:
+        """Offer the shipped recipes of a task that fit on a GPU, or all sources; the current one stays."""
+        every = self.choices()
+        if not task and not size:
+            return gr.update(choices=every, info=self.words("form.start_from_info"))
+        offered = draft.recipes(task, int(size) if size else None)
+        current = [choice for choice in every if choice[1] == source and source not in dict(map(reversed, offered))]
+        return gr.update(choices=[*current, *offered], info=self.words("form.matching", number=len(offered)))
 
     def begin(self, source: str, changes: list[str] | None = None) -> list[Any]:
         """A draft from something; where that cannot be, what is there stays, and a message says why."""

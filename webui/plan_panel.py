@@ -8,7 +8,7 @@ from typing import Any
 import gradio as gr
 
 import tunekit
-from webui import launching
+from webui import launching, plan_notes
 from webui.failures import told_by
 from webui.form_lock import ACT, DONE, PRESS, SETTLED
 from webui.plan_view import brief_html, plan_html, refused_html, side_by_side
@@ -112,14 +112,16 @@ def build(
         )
     view = gr.HTML(elem_id="plan-plan")
     changes = gr.Textbox(visible=False)
+    notes = gr.HTML(elem_id="plan-notes", padding=False)
+    seen = gr.State(plan_notes.Seen())
     _attach_start(page, site, words, draft, machine, launch)
 
-    def show(text: str, machine: str, other: str) -> tuple[Any, ...]:
+    def show(text: str, machine: str, other: str, before: plan_notes.Seen) -> tuple[Any, ...]:
         """The plan of a draft, what would make it fit, and whether it can be started."""
-        return shown(site, words, text, machine, other)
+        return shown(site, words, text, machine, other, before)
 
-    inputs = [draft, machine, other]
-    told_of = [launch.brief, view, changes, launch.mend, launch.start, launch.reason]
+    inputs = [draft, machine, other, seen]
+    told_of = [launch.brief, view, changes, launch.mend, launch.start, launch.reason, notes, seen]
     for event in (page.load, draft.change, machine.change, other.change):
         event(show, inputs, told_of, trigger_mode="always_last", show_progress="hidden", concurrency_limit=4)
     texts = [draft, *holders]
@@ -137,8 +139,9 @@ def build(
     acted.failure(None, form, None, js=DONE)
 
 
-def shown(site: Site, words: Words, text: str, machine: str, other: str) -> tuple[Any, ...]:
-    """Return the panel of a draft: its plan in brief and whole, changes that make it fit, the start, and why not.
+def shown(site: Site, words: Words, text: str, machine: str, other: str, before: plan_notes.Seen) -> tuple[Any, ...]:
+    """Return the panel of a draft: its plan in brief and whole, changes that make it fit, the start, and why not; last
+    the notes at the fields, and what is compared with the next plan.
 
     Args:
         site: The workspace.
@@ -146,6 +149,7 @@ def shown(site: Site, words: Words, text: str, machine: str, other: str) -> tupl
         text: The draft.
         machine: Where: `HERE` or a machine's name.
         other: Where else, or `NOWHERE`.
+        before: The last plan that the page showed.
     """
     if not (text or "").strip():
         return _without_plan(words("plan.empty"), words("plan.not_empty"))
@@ -166,13 +170,16 @@ def shown(site: Site, words: Words, text: str, machine: str, other: str) -> tupl
         why_not = words("plan.elsewhere", machine=where[0])
     else:
         why_not = words("plan.not_here") if isinstance(plans[0], tunekit.TunekitError) else ""
+    seen = plan_notes.seen(before, where[0], text, plans[0], words)
     return (
-        brief_html(plans[0], where_to, words),
+        brief_html(plans[0], where_to, words, plan_notes.effect_html(seen)),
         views[0][1] if len(views) == 1 else side_by_side(views),
         "\n".join(changes),
         gr.Button(words("plan.mend", changes=", ".join(changes)), visible=bool(changes)),
         gr.Button(interactive=not why_not),
         _why_not(why_not),
+        plan_notes.notes_html(seen, plans[0], words),
+        seen,
     )
 
 
@@ -184,6 +191,8 @@ def _without_plan(said: str, reason: str) -> tuple[Any, ...]:
         gr.Button(visible=False),
         gr.Button(interactive=False),
         _why_not(reason),
+        "",
+        gr.skip(),
     )
 
 

@@ -45,8 +45,15 @@ def plan_html(plan: tunekit.Plan, words: Words) -> str:
     return f"<article class='plan-view'>{''.join(parts)}</article>"
 
 
-def brief_html(plan: tunekit.Plan | tunekit.TunekitError, where: str, words: Words) -> str:
-    """Render whether there is a plan on a machine, with its figures, in a few lines; a link leads to the whole."""
+def brief_html(plan: tunekit.Plan | tunekit.TunekitError, where: str, words: Words, effect: str) -> str:
+    """Render whether there is a plan on a machine, with its figures, in a few lines; a link leads to the whole.
+
+    Args:
+        plan: The plan, or why there is none.
+        where: The machine.
+        words: The page's texts.
+        effect: The effect of the last edit, as HTML.
+    """
     if isinstance(plan, tunekit.TunekitError):
         verdict = (
             f"<p class='plan-verdict'>✕ {escape(words('plan.fits_not', where=where))}</p>"
@@ -54,9 +61,8 @@ def brief_html(plan: tunekit.Plan | tunekit.TunekitError, where: str, words: Wor
         )
     else:
         verdict = f"<p class='plan-verdict'>✓ {escape(words('plan.fits', where=where))}</p>{_cells(plan, words, BRIEF)}"
-    return (
-        f"<div class='plan-view' role='status'>{verdict}<a href='#plan-title'>{escape(words('plan.whole'))}</a></div>"
-    )
+    link = f"<a href='#plan-title'>{escape(words('plan.whole'))}</a>"
+    return f"<div class='plan-view' role='status'>{verdict}{effect}{link}</div>"
 
 
 def refused_html(error: tunekit.TunekitError, words: Words) -> str:

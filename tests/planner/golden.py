@@ -12,13 +12,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.estimates.shapes import H100, LAPTOP, LLAMA_1B, LLAMA_8B, RTX_4090, T4
+from tests.estimates.shapes import H100, LAPTOP, LLAMA_1B, LLAMA_8B, RTX_4090, T4, with_gpu
 from tests.shipped import first_model
 from tunekit.errors import PlanError
 from tunekit.estimates.facts import DataFacts, Hardware, ModelFacts
 from tunekit.estimates.hardware.machines import find_machine
 from tunekit.estimates.models.model_config import known_models
-from tunekit.files import list_recipes
+from tunekit.files import GPU_SIZES, PLANNED, list_recipes, recipe_root
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.probe.model import _from_config, probe_model
@@ -51,6 +51,8 @@ DECIDED: Any = {
 """What a line has of a plan."""
 METHODS = "qwen3-8b/"
 """The folder of recipes whose plans show each method, kept whole on one machine."""
+SMALL_MODEL = 100_000_000
+"""Parameters below which a model is trained on a CPU."""
 SHIPPED = GOLDEN / "shipped.jsonl"
 MACHINES = ("t4", "rtx4090", "h100", "8xl40s", "8xh100", "2x8xrtx5090", "4x8xh200")
 
@@ -154,6 +156,24 @@ def decisions() -> Iterator[str]:
             yield json.dumps({"recipe": shipped.name, "machine": machine, **_decided(plan)})
 
 
+def memory() -> dict[str, dict[str, object]]:
+    """Return the method of each shipped recipe and the smallest GPU that it fits on, as `tunekit.files` reads them."""
+    root = recipe_root()
+    found: dict[str, dict[str, object]] = {}
+    for path in sorted(root.rglob("*.yaml")):
+        name = path.relative_to(root).with_suffix("").as_posix()
+        asked = load_recipe(path)
+        is_small = facts(asked).num_params < SMALL_MODEL
+        smallest = next((size for size in GPU_SIZES if fits(asked, size)), None)
+        found[name] = {"method": asked.method.type, "gpu_gb": 0 if is_small else smallest}
+    return found
+
+
+def fits(asked: Recipe, size: int) -> bool:
+    """Return whether a shipped recipe has a plan on one GPU of a size in GB."""
+    return isinstance(plan_of(asked, with_gpu(f"{size} GB", size, (8, 9)), facts(asked)), Plan)
+
+
 def _decided(plan: Plan | PlanError) -> dict[str, object]:
     if isinstance(plan, PlanError):
         return {"refused": str(plan)}
@@ -168,6 +188,8 @@ def _text(asked: Recipe, hardware: Hardware, model: ModelFacts) -> str:
 
 
 def main() -> None:
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(planned)}" for name, planned in memory().items())
+    (recipe_root() / PLANNED).write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
     for old in GOLDEN.glob("*.yaml"):
         old.unlink()
     for name, text in plans():

@@ -50,6 +50,12 @@ def test_a_field_says_what_it_takes() -> None:
     assert entries(method="dpo")["method.loss_type"].choices[:2] == ("sigmoid", "hinge")
 
 
+def test_what_a_section_requires_is_required_where_it_is_there():
+    key = "model.rope_scaling.factor"
+    assert not entries()[key].is_required
+    assert entries(model={"path": "pico", "rope_scaling": {"rope_type": "linear"}})[key].is_required
+
+
 def test_a_tag_is_explained_by_each_of_its_words() -> None:
     entry = entries(adapter="full")["adapter.type"]
     assert entry.is_tag

@@ -10,6 +10,7 @@ from tests.webui.conftest import fill, slow_down
 from webui import launching, plan_panel, planning
 from webui.app import build_pages
 from webui.pages import PAGES
+from webui.plan_notes import FIELDS, Seen, _css
 from webui.plan_view import plan_html, refused_html
 from webui.planning import HERE, planned, with_changes
 from webui.site import LANGUAGES, Site
@@ -70,7 +71,7 @@ def test_a_draft_that_does_not_fit_says_by_how_much_and_what_would(site):
     text = LARGE + "train:\n  micro_batch_size: 8\n  gradient_checkpointing: false\nparallel:\n  num_processes: 1\n"
     error = plan_of(site, text, "h100")
     assert isinstance(error, tunekit.PlanError) and error.changes
-    _, view, changes, mend, start, _ = plan_panel.shown(site, Words("en"), text, "h100", "")
+    _, view, changes, mend, start, *_ = plan_panel.shown(site, Words("en"), text, "h100", "", Seen())
     assert tunekit.gib(error.needed_bytes) in view and tunekit.gib(error.limit_bytes) in view
     assert changes.splitlines() == list(error.changes) and mend.visible and not start.interactive
     mended = with_changes(text, changes)
@@ -79,11 +80,11 @@ def test_a_draft_that_does_not_fit_says_by_how_much_and_what_would(site):
 
 
 def test_plans_are_shown_side_by_side_and_a_draft_that_fits_not_here_cannot_be_started(site):
-    brief, view, _, _, start, reason = plan_panel.shown(site, Words("en"), LARGE, "h200", "rtx4090")
+    brief, view, _, _, start, reason, *_ = plan_panel.shown(site, Words("en"), LARGE, "h200", "rtx4090", Seen())
     assert view.count("<article") == 2 and view.index("<h3>h200") < view.index("<h3>rtx4090")
     assert not start.interactive and "runs start on this machine" in reason and "Fits: h200" in brief
     text = DRAFT.replace("max_length: 128", "max_length: 4096")
-    brief, view, _, _, start, reason = plan_panel.shown(site, Words("en"), text, HERE, "")
+    brief, view, _, _, start, reason, *_ = plan_panel.shown(site, Words("en"), text, HERE, "", Seen())
     assert "1024 positions" in view and not start.interactive and reason
     assert "Does not fit: This machine" in brief and "1024 positions" in brief
 
@@ -91,13 +92,13 @@ def test_plans_are_shown_side_by_side_and_a_draft_that_fits_not_here_cannot_be_s
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_a_plan_for_another_machine_starts_nothing_here(site, language):
     words = Words(language)
-    _, _, _, _, start, reason = plan_panel.shown(site, words, DRAFT, "8xh100", "")
+    _, _, _, _, start, reason, *_ = plan_panel.shown(site, words, DRAFT, "8xh100", "", Seen())
     assert not start.interactive and reason == f"<p>{words('plan.elsewhere', machine='8xh100')}</p>"
     # Neither where the page was asked to before it had heard so.
     with pytest.raises(tunekit.TunekitError, match="the plan shown is for 8xh100"):
         launching.begin(site, DRAFT, "", [], waits=False, machine="8xh100")
     assert not (site.root / "runs").exists()
-    _, _, _, _, start, reason = plan_panel.shown(site, words, DRAFT, HERE, "8xh100")
+    _, _, _, _, start, reason, *_ = plan_panel.shown(site, words, DRAFT, HERE, "8xh100", Seen())
     assert start.interactive and not reason
 
 
@@ -112,12 +113,52 @@ def test_a_plan_for_another_machine_starts_nothing_here(site, language):
     ],
 )
 def test_a_draft_with_mistakes_has_no_plan_and_cannot_be_started(site, text, words):
-    _, view, changes, mend, start, reason = plan_panel.shown(site, Words("en"), text, HERE, "")
+    _, view, changes, mend, start, reason, *_ = plan_panel.shown(site, Words("en"), text, HERE, "", Seen())
     assert not changes and not mend.visible and not start.interactive and reason
     assert words in view or words in reason
     with pytest.raises(tunekit.TunekitError):
         launching.begin(site, text, "", [], waits=False)
     assert not (site.root / "runs").exists()
+
+
+def edited(site, before, text, machine="h100"):
+    return plan_panel.shown(site, Words("en"), text, machine, "", before)
+
+
+def test_the_effect_of_an_edit_is_told_in_the_plan_and_at_its_field(site):
+    *_, notes, seen = edited(site, Seen(), LARGE)
+    assert not seen.effect and "Last edit" not in notes
+    brief, *_, notes, seen = edited(site, seen, f"{LARGE}train: {{micro_batch_size: 1}}\n")
+    assert re.search(r"<code>train.micro_batch_size</code>: .*Memory [0-9.]+ GiB → [0-9.]+ GiB", brief)
+    assert '#form-train-micro_batch_size::after{content:"Last edit: Memory' in notes
+    kept = edited(site, seen, f"# a comment\n{LARGE}train: {{micro_batch_size: 1}}\n")
+    assert kept[-1].effect == seen.effect
+    on_another = edited(site, seen, f"{LARGE}train: {{micro_batch_size: 1}}\n", "h200")
+    assert not on_another[-1].effect
+    large = "train: {micro_batch_size: 8, gradient_checkpointing: false}\nparallel: {num_processes: 1}\n"
+    *_, seen = edited(site, seen, f"{LARGE}{large}")
+    assert seen.keys == ("train.micro_batch_size", "train.gradient_checkpointing", "parallel.num_processes")
+    assert seen.effect == "no longer fits"
+    *_, seen = edited(site, seen, f"{LARGE}train: {{micro_batch_size: 1}}\n")
+    assert seen.effect == "fits now"
+    *_, seen = edited(site, seen, DRAFT)
+    assert not seen.effect
+
+
+def test_the_fields_of_the_choices_are_fields_of_a_recipe():
+    keys = {entry.key for entry in tunekit.recipe_entries(tunekit.read_text(LARGE))}
+    assert set(FIELDS.values()) <= keys
+
+
+def test_choices_of_the_plan_stand_at_the_fields_that_leave_them_to_it(site):
+    *_, notes, _ = edited(site, Seen(), LARGE)
+    plan = plan_of(site, LARGE, "h100")
+    chosen = {decision.topic: decision for decision in plan.decisions}
+    note = f"Plan: {chosen['checkpointing'].choice} ({chosen['checkpointing'].why})"
+    assert f"#form-train-gradient_checkpointing::after{{content:{_css(note)}}}" in notes
+    *_, notes, _ = edited(site, Seen(), f"{LARGE}train: {{gradient_checkpointing: true}}\n")
+    assert "#form-train-gradient_checkpointing::after" not in notes
+    assert _css('</style>"\\') == '"\\3c /style\\3e \\22 \\5c "'
 
 
 def test_an_unknown_machine_and_one_outside_the_workspace_are_told_in_words(site):

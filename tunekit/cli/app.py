@@ -302,7 +302,7 @@ def _recipes(context: typer.Context) -> None:
 
         table = Table(box=None, show_header=False, padding=(0, 3, 0, 0))
         for shipped in list_recipes():
-            table.add_row(shipped.name, shipped.description)
+            table.add_row(shipped.name, shipped.memory, shipped.description)
         make_console().print(table)
 
 

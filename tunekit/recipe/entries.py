@@ -134,7 +134,10 @@ def _of_field(key: Key, section: type[Section], name: str, value: Any) -> Iterat
     variants = sections_of(field)
     if entry.kind == "section":
         yield entry
-        yield from _one(key, variants, value, field)
+        is_absent = value is UNSET and not field.is_required()
+        for inner in _one(key, variants, value, field):
+            # What a section requires is not required where the section itself is not there.
+            yield replace(inner, is_required=False) if is_absent else inner
         return
     items = value if isinstance(value, list) else [value] if value or field.is_required() else []
     is_list = isinstance(value, list) or not schema.takes_one(field)
