@@ -13,9 +13,11 @@ from tunekit.api.verbs import check as check
 from tunekit.api.verbs import compare_plans as compare_plans
 from tunekit.api.verbs import data_report as data_report
 from tunekit.api.verbs import fit as fit
+from tunekit.api.verbs import invalid_rows as invalid_rows
 from tunekit.api.verbs import launch as launch
 from tunekit.api.verbs import plan as plan
 from tunekit.api.verbs import preview as preview
+from tunekit.api.verbs import rank_pairs as rank_pairs
 from tunekit.api.verbs import resume as resume
 from tunekit.api.verbs import save_good_rows as save_good_rows
 from tunekit.api.verbs import stop as stop
@@ -23,6 +25,7 @@ from tunekit.api.verbs import sweep_plans as sweep_plans
 from tunekit.api.verbs import train as train
 from tunekit.api.verbs import try_rewards as try_rewards
 from tunekit.data.media.pictures import PICTURE_SUFFIXES as PICTURE_SUFFIXES
+from tunekit.data.reports.good_rows import InvalidRow as InvalidRow
 from tunekit.data.reports.preview import DataPreview as DataPreview
 from tunekit.data.reports.preview import RowPreview as RowPreview
 from tunekit.data.reports.preview import ShownSequence as ShownSequence
@@ -49,6 +52,7 @@ from tunekit.inference.chat import chat as chat
 from tunekit.inference.chat import picture_part as picture_part
 from tunekit.inference.generate import Generated as Generated
 from tunekit.inference.generate import generate as generate
+from tunekit.inference.reward_pairs import PairTrial as PairTrial
 from tunekit.inference.reward_trial import RewardTrial as RewardTrial
 from tunekit.inference.serve import serve as serve
 from tunekit.launching.stop import delete_run as delete_run

@@ -12,6 +12,9 @@ import tunekit
 from webui import charts
 from webui.words import Words
 
+MOST_PAIRS = 10
+"""Pairs that are shown."""
+
 KEPT, CUT = "#3b82f6", "#f59e0b"
 """Of rows up to the longest length, and of those beyond it."""
 
@@ -152,6 +155,43 @@ def trial_html(words: Words, trial: tunekit.RewardTrial) -> str:
     return (
         f"{warnings}<div class='data-scroll'><table class='data-table data-right'><thead><tr>{heads}</tr></thead>"
         f"<tbody>{rows}</tbody></table></div><p class='data-soft'>{escape(silent)}</p>{groups}"
+    )
+
+
+def pairs_html(words: Words, trial: tunekit.PairTrial) -> str:
+    """Render the agreement of rewards with pairs, and the pairs that they rank the other way round."""
+    keys = ("reward", "weight", "accuracy", "ties", "margin", "compared")
+    heads = "".join(f"<th scope='col'>{escape(words(f'data.{key}'))}</th>" for key in keys)
+    rows = "".join(
+        f"<tr><th scope='row'>{escape(ranking.name)}</th><td>{ranking.weight:g}</td>"
+        f"<td>{_number(ranking.accuracy)}</td><td>{_number(ranking.ties)}</td><td>{_number(ranking.margin)}</td>"
+        f"<td>{ranking.num_compared:,}</td></tr>"
+        for ranking in (*trial.rewards, trial.total)
+    )
+    confused = trial.confused(MOST_PAIRS)
+    sentence = words("data.confused", number=sum(pair.margin < 0 for pair in trial.pairs), pairs=len(trial.pairs))
+    return (
+        f"<div class='data-scroll'><table class='data-table data-right'><thead><tr>{heads}</tr></thead>"
+        f"<tbody>{rows}</tbody></table></div><p class='data-soft' role='status'>{escape(sentence)}</p>"
+        + "".join(_pair(words, pair, [ranking.name for ranking in trial.rewards]) for pair in confused)
+    )
+
+
+def _pair(words: Words, pair: Any, names: list[str]) -> str:
+    heads = "".join(f"<th scope='col'>{escape(name)}</th>" for name in names)
+    rows = "".join(
+        f"<tr><th scope='row'>{escape(words(f'data.sequence_{side}'))}</th>"
+        + f"<td class='data-answer'>{escape(getattr(pair, side))}</td>"
+        + "".join(f"<td>{_number(value)}</td>" for value in getattr(pair, f"{side}_values"))
+        + "</tr>"
+        for side in ("chosen", "rejected")
+    )
+    return (
+        f"<article class='data-row'><header><code>{escape(pair.place)}</code></header>"
+        f"<p class='data-prompt'>{escape(pair.prompt)}</p><div class='data-scroll'>"
+        "<table class='data-table data-right'><thead><tr><td></td>"
+        f"<th scope='col'>{escape(words('data.answer'))}</th>{heads}</tr></thead><tbody>{rows}</tbody></table>"
+        "</div></article>"
     )
 
 

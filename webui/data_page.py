@@ -17,6 +17,7 @@ import gradio as gr
 
 import tunekit
 from webui import data_charts, data_view, work
+from webui.corrections import Corrections, corrected_rows
 from webui.data_asked import Asked, address_of, asked_in, is_remote, methods, recipe_of
 from webui.data_fields import Fields, anew, choices
 from webui.failures import told_by
@@ -49,7 +50,10 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
         table = gr.HTML(elem_id="data-columns", padding=False)
         fields.make_mapping()
     bad = gr.HTML(elem_id="data-bad", padding=False)
-    drop = gr.Button(words("data.drop_bad"), visible=False, size="sm", elem_id="data-drop-bad")
+    with gr.Row(visible=False, elem_id="data-mend") as mend:
+        drop = gr.Button(words("data.drop_bad"), size="sm", elem_id="data-drop-bad")
+        correct = gr.Button(words("data.correct"), size="sm", elem_id="data-correct")
+    editor = Corrections(words)
     rows = gr.HTML(elem_id="data-rows", padding=False)
     with gr.Row(visible=False, elem_id="data-pages") as pages:
         back = gr.Button(words("data.previous"), elem_id="data-previous", size="sm", min_width=80)
@@ -60,8 +64,8 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
     address = gr.Textbox(visible=False)
     measured = _build_measuring(site, words, fields)
     tried = _build_rewards(site, words, fields)
-    outputs = [status, mapping, table, bad, drop, rows, pages, back, where, forth, start, use, address]
-    outputs += [*measured, *tried, *fields.found]
+    outputs = [status, mapping, table, bad, mend, rows, pages, back, where, forth, start, use, address]
+    outputs += [*measured, *tried, editor.column, *fields.found]
 
     def look(start: int, *values: Any) -> list[Any]:
         return _look(site, words, fields, fields.asked(*values), int(start or 0))
@@ -120,16 +124,38 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
         return [gr.Dropdown(choices=choices(site), value=name), *_look(site, words, fields, request, 0)]
 
     def drop_bad(*values: Any) -> list[Any]:
-        source = fields.asked(*values)
+        return save(fields.asked(*values), {})
+
+    def save_corrected(text: str, numbers: list[int], *values: Any) -> list[Any]:
+        try:
+            corrected = corrected_rows(words, text, numbers)
+        except tunekit.TunekitError as error:
+            # What was typed stays.
+            kept = [gr.skip() for _ in (fields.path, *outputs)]
+            kept[1 + outputs.index(status)] = told(error)
+            return kept
+        return save(fields.asked(*values), corrected)
+
+    def save(source: Asked, corrected: dict[int, Any]) -> list[Any]:
         try:
             place = place_of_good_rows(site, source.path)
-            work.call("save_good_rows", recipe_of(site, source), path=str(place), key=source.key)
+            work.call("save_good_rows", recipe_of(site, source), path=str(place), key=source.key, corrected=corrected)
         except tunekit.TunekitError as error:
             return [gr.skip(), *_shown(words, fields, status=told(error))]
         # Its columns are the same, and so is what they are read as.
         request = replace(source, path=place.relative_to(site.root.resolve()).as_posix())
         return [gr.Dropdown(choices=choices(site), value=request.path), *_look(site, words, fields, request, 0)]
 
+    def offer(*values: Any) -> list[Any]:
+        source = fields.asked(*values)
+        try:
+            return [gr.skip(), *editor.offered(work.call("invalid_rows", recipe_of(site, source), key=source.key))]
+        except tunekit.TunekitError as error:
+            return [told(error), gr.skip(), gr.skip(), gr.skip()]
+
+    correct.click(offer, fields.inputs, [status, editor.column, editor.text, editor.numbers], show_progress_on=[rows])
+    corrected_by = [editor.text, editor.numbers, *fields.inputs]
+    attach(editor.save.click, save_corrected, corrected_by, outputs=[fields.path, *outputs])
     attach(drop.click, drop_bad, fields.inputs, outputs=[fields.path, *outputs])
     attach(fields.upload.upload, upload, [fields.upload, *fields.inputs], outputs=[fields.path, *outputs])
 
@@ -158,7 +184,7 @@ def _look(site: Site, words: Words, fields: Fields, asked: Asked, start: int) ->
         mapping=gr.Accordion(visible=bool(preview.columns), open=needs_mapping),
         table=data_view.columns_table(words, preview),
         bad=data_view.bad_rows(words, preview),
-        drop=gr.Button(visible=bool(preview.bad and preview.rows) and not asked.origin and not site.read_only),
+        mend=gr.Row(visible=bool(preview.bad and preview.rows) and not asked.origin and not site.read_only),
         rows=data_view.rows_html(words, preview),
         pages=gr.Row(visible=bool(preview.rows) and (start > 0 or not is_end)),
         back=gr.Button(interactive=start > 0),
@@ -187,7 +213,7 @@ def _shown(words: Words, fields: Fields, *, found: list[Any] | None = None, **gi
         "mapping": gr.Accordion(visible=False),
         "table": "",
         "bad": "",
-        "drop": gr.Button(visible=False),
+        "mend": gr.Row(visible=False),
         "rows": "",
         "pages": gr.Row(visible=False),
         "back": gr.Button(interactive=False),
@@ -202,6 +228,7 @@ def _shown(words: Words, fields: Fields, *, found: list[Any] | None = None, **gi
         "numbers": "",
         "trial": gr.Column(visible=False),
         "tried": "",
+        "corrections": gr.Column(visible=False),
     }
     return [*(empty | given).values(), *(found or [gr.skip()] * len(fields.found))]
 
@@ -332,27 +359,43 @@ def _build_rewards(site: Site, words: Words, fields: Fields) -> list[Any]:
             gr.HTML(f"<p class='data-soft'>{words('data.try_read_only')}</p>", elem_id="data-trial-read-only")
             return [trial, gr.HTML(visible=False)]
         number = gr.Slider(1, 20, value=4, step=1, label=words("data.num_prompts"), elem_id="data-prompts")
+        pairs = gr.Dropdown(
+            [(words("data.no_pairs"), ""), *((name, name) for name in choices(site))],
+            value="",
+            label=words("data.pairs"),
+            info=words("data.pairs_help"),
+            allow_custom_value=True,
+            elem_id="data-pairs",
+        )
         with gr.Row():
             attempt = gr.Button(words("data.try"), elem_id="data-try", variant="primary", min_width=160)
             cancel = gr.Button(words("data.cancel"), elem_id="data-stop-trial", interactive=False, min_width=100)
         message = gr.HTML(elem_id="data-trial-result", padding=False)
 
     @told_by(lambda error: [*_idle(), told(error)])
-    def run(number: int, request: gr.Request, *values: Any) -> Iterator[list[Any]]:
+    def run(number: int, pairs_file: str | None, request: gr.Request, *values: Any) -> Iterator[list[Any]]:
         asked_request = fields.asked(*values)
         yield [gr.Button(interactive=False), gr.Button(interactive=True), _progress(words, None)]
         try:
             recipe = recipe_of(site, asked_request)
-            for event in events_of(str(request.session_hash), "try_rewards", recipe, num_prompts=int(number)):
+            trial: str
+            options: dict[str, Any]
+            trial, options = "try_rewards", {"num_prompts": int(number)}
+            if pairs_file:
+                recipe_of(site, Asked(path=pairs_file, method="dpo"))  # refuses a file outside the workspace
+                trial, options = "rank_pairs", {"pairs": pairs_file}
+            for event in events_of(str(request.session_hash), trial, recipe, **options):
                 if isinstance(event, dict):
                     yield [gr.skip(), gr.skip(), _progress(words, event)]
+                elif isinstance(event, tunekit.PairTrial):
+                    yield [*_idle(), data_charts.pairs_html(words, event)]
                 else:
                     yield [*_idle(), data_charts.trial_html(words, event)]
         except work.Cancelled:
             yield [*_idle(), f"<p class='data-soft'>{words('data.cancelled')}</p>"]
 
     attempt.click(
-        run, [number, *fields.inputs], [attempt, cancel, message], show_progress="hidden", concurrency_limit=2
+        run, [number, pairs, *fields.inputs], [attempt, cancel, message], show_progress="hidden", concurrency_limit=2
     )
     cancel.click(_cancel, None, None, show_progress="hidden", concurrency_limit=None)
     return [trial, message]

@@ -263,7 +263,7 @@ class NewRun:
         if not task and not size:
             return gr.update(choices=every, info=self.words("form.start_from_info"))
         offered = draft.recipes(task, int(size) if size else None)
-        current = [choice for choice in every if choice[1] == source and source not in dict(map(reversed, offered))]
+        current = [choice for choice in every if choice[1] == source and choice[1] not in {name for _, name in offered}]
         return gr.update(choices=[*current, *offered], info=self.words("form.matching", number=len(offered)))
 
     def begin(self, source: str, changes: list[str] | None = None) -> list[Any]:

@@ -3,6 +3,7 @@
 import gzip
 import json
 
+import datasets
 import pytest
 
 import tunekit
@@ -33,6 +34,36 @@ def test_good_rows_keep_their_columns_and_order(tmp_path, suffix):
     result = copied(source, to)
     assert rows_of(to) == GOOD
     assert (result.path, result.num_rows, result.num_bad) == (to, 3, 2 if suffix == ".json" else 3)
+
+
+def test_invalid_rows_are_shown_and_copied_in_their_places_once_they_are_corrected(tmp_path):
+    source, to = tmp_path / "rows.jsonl", tmp_path / "good.jsonl"
+    broken = json.dumps(GOOD[1])[:-1]
+    source.write_text("\n".join([json.dumps(GOOD[0]), "", broken, json.dumps(BAD), json.dumps(GOOD[2])]))
+    found = tunekit.invalid_rows({"model": "pico", "data": {"train": str(source)}})
+    assert [(row.number, row.text) for row in found] == [(3, broken), (4, json.dumps(BAD))]
+    assert found[0].place.startswith(f"{source}:3:") and "invalid JSON" in found[0].reason
+    assert tunekit.invalid_rows({"model": "pico", "data": {"train": str(source)}}, most=1) == found[:1]
+    recipe = {"model": "pico", "data": {"train": str(source)}}
+    result = tunekit.save_good_rows(recipe, path=to, corrected={3: GOOD[1], 4: {"messages": "still"}})
+    assert rows_of(to) == GOOD and (result.num_rows, result.num_bad) == (3, 1)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".json", ".parquet"])
+def test_invalid_rows_of_other_files_are_corrected(tmp_path, suffix):
+    rows = [{"prompt": "Where?", "completion": "There"}, {"prompt": "When?", "completion": ""}]
+    source, to = tmp_path / f"rows{suffix}", tmp_path / "good.jsonl"
+    if suffix == ".csv":
+        source.write_text("prompt,completion\nWhere?,There\nWhen?,\n")
+    elif suffix == ".json":
+        source.write_text(json.dumps(rows, indent=1))
+    else:
+        datasets.Dataset.from_list(rows).to_parquet(source)
+    recipe = {"model": "pico", "data": {"train": str(source)}}
+    (bad,) = tunekit.invalid_rows(recipe)
+    assert json.loads(bad.text) == rows[1]
+    tunekit.save_good_rows(recipe, path=to, corrected={bad.number: {**rows[1], "completion": "Now"}})
+    assert rows_of(to) == [rows[0], {"prompt": "When?", "completion": "Now"}]
 
 
 def test_cells_of_a_table_are_copied_by_their_columns(tmp_path):

@@ -1,6 +1,7 @@
 """Rewards tried before training: what shows is what a run would learn from, the same each time."""
 
 import json
+import re
 import statistics
 from pathlib import Path
 
@@ -19,6 +20,12 @@ from tunekit.runs.prepared_data import FILES
 REWARDS = """
 def low(completions, **columns):
     return [sum(letter < "@" for letter in one[0]["content"]) / 16 for one in completions]
+
+def texts_low(completions, **columns):
+    return [float(sum(letter < "@" for letter in one)) for one in completions]
+
+def some(completions, **columns):
+    return [None if " " in one else 1.0 for one in completions]
 
 def same(prompts, **columns):
     return [1.0] * len(prompts)
@@ -173,6 +180,66 @@ def test_the_tried_prompts_are_saved_with_their_rewards_and_sorted_by_them(here)
     assert next(iter(read_rows(run.path / "data" / FILES["train"])))["answer"] == easiest_first[0]["answer"]
     with pytest.raises(TunekitError, match=r"scored\.jsonl already exists"):
         tunekit.try_rewards(recipe("trial_rewards:low"), out="scored.jsonl")
+
+
+def save_pairs(*pairs):
+    rows = [{"prompt": prompt, "chosen": chosen, "rejected": rejected} for prompt, chosen, rejected in pairs]
+    Path("pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+PAIRS = (("double 1", "1 2", "12 34"), ("double 2", "1", "a"), ("double 4", "12", "34"), ("double 5", "123", "a b"))
+"""Answers with 3 and 5, 1 and 0, 2 and 2, 3 and 1 letters before `@`."""
+
+
+def test_pairs_are_ranked_by_each_reward_and_by_their_sum(here):
+    save_pairs(*PAIRS)
+    asked = recipe({"type": "function", "path": "trial_rewards:texts_low", "weight": 2}, "trial_rewards:some")
+    trial = tunekit.rank_pairs(asked, pairs="pairs.jsonl")
+    low, some = trial.rewards
+    assert (low.name, low.weight, low.accuracy, low.ties, low.num_compared) == ("texts_low", 2.0, 0.5, 0.25, 4)
+    assert low.margin == pytest.approx((-2 + 1 + 0 + 2) / 4)
+    # It returns none for answers with a space, of which two pairs have one.
+    assert (some.accuracy, some.ties, some.margin, some.num_compared) == (0, 1, 0, 2)
+    assert [pair.margin for pair in trial.pairs] == [-4.0, 2.0, 0.0, 4.0 + 1.0]
+    assert [pair.place for pair in trial.confused(5)] == ["pairs.jsonl:1"]
+    assert trial.pairs[3].chosen_values == (3.0, 1.0) and trial.pairs[3].rejected_values == (1.0, None)
+    assert tunekit.rank_pairs(asked, pairs="pairs.jsonl", num_pairs=2).pairs == trial.pairs[:2]
+
+
+def test_conversations_are_ranked_as_the_trainer_passes_them(here):
+    chats = [
+        ([{"role": "user", "content": prompt}], *([{"role": "assistant", "content": text}] for text in answers))
+        for prompt, *answers in PAIRS
+    ]
+    save_pairs(*chats)
+    trial = tunekit.rank_pairs(recipe("trial_rewards:low"), pairs="pairs.jsonl")
+    assert [pair.margin for pair in trial.pairs] == [-2 / 16, 1 / 16, 0, 2 / 16]
+    assert [(pair.prompt, pair.chosen) for pair in trial.pairs] == [(one[0], one[1]) for one in PAIRS]
+
+
+def test_pairs_are_told_on_the_command_line(here):
+    save_pairs(*PAIRS)
+    done = tunekit_rewards(here, recipe("trial_rewards:texts_low"), "--pairs", "pairs.jsonl")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"texts_low +1 +50% +25% +\+0\.250 +4", done.stdout)
+    assert "pairs.jsonl:1  double 1" in done.stdout and "margin -2" in done.stdout
+    told = json.loads(tunekit_rewards(here, recipe("trial_rewards:texts_low"), "--pairs", "pairs.jsonl", "--json").stdout)
+    assert len(told["pairs"]) == 4
+    done = tunekit_rewards(here, recipe("trial_rewards:low"), "--pairs", "pairs.jsonl", "--out", "x.jsonl")
+    assert done.returncode == 2 and "--out does not apply to --pairs" in done.stderr
+
+
+def test_pairs_that_cannot_be_ranked_are_refused(here):
+    save_pairs(*PAIRS)
+    for given, pairs, words in (
+        (recipe(), "pairs.jsonl", r"method.rewards: empty; set the rewards"),
+        ({**recipe("exact_match"), "method": "dpo"}, "pairs.jsonl", "dpo does not use rewards"),
+        (recipe("exact_match"), "pairs.jsonl", r"pairs.jsonl:1: method.rewards: exact_match reads the column 'answer'"),
+        (recipe("trial_rewards:low"), "none.jsonl", r"pairs.path: no file 'none.jsonl'"),
+        (recipe("trial_rewards:low"), "rows.jsonl", r"pairs: 'rows.jsonl'"),
+    ):
+        with pytest.raises(TunekitError, match=words):
+            tunekit.rank_pairs(given, pairs=pairs)
 
 
 def test_what_cannot_be_tried_is_refused(here):

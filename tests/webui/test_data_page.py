@@ -319,3 +319,51 @@ def test_an_error_does_not_outlast_the_rows_that_it_was_about(tmp_path, serve, o
     page.locator("input[type=file]").first.set_input_files(tmp_path / "workspace" / "trained.yaml")
     expect(page.get_by_test_id("toast-body")).to_be_visible()
     expect(status).to_contain_text("1 row")
+
+
+@pytest.mark.slow
+def test_invalid_rows_are_corrected_in_the_page_and_saved_with_the_others(tmp_path, serve, open_page):
+    from playwright.sync_api import expect
+
+    root = fill(tmp_path / "workspace")
+    chats = (root / "chats.jsonl").read_text(encoding="utf-8").splitlines()
+    broken, wrong = chats[1][:-1], json.dumps({"messages": 3})
+    (root / "bad.jsonl").write_text("\n".join([chats[0], broken, wrong, chats[2]]), encoding="utf-8")
+    page = open_page(f"{serve(root).url}data?path=bad.jsonl")
+    page.locator("#data-correct").click()
+    editor, status = page.locator("#data-corrected .cm-content"), page.locator("#data-status")
+    expect(editor.locator(".cm-line")).to_have_text([broken, wrong])
+    editor.fill("no line for the second")
+    page.locator("#data-save-corrected").click()
+    expect(status).to_contain_text("1 lines for 2 invalid rows")
+    expect(editor).to_have_text("no line for the second")
+    editor.fill(f"{chats[1]}\n")
+    page.locator("#data-save-corrected").click()
+    page.wait_for_url(re.compile("path=bad-good.jsonl"))
+    expect(status).to_contain_text("3 valid, 0 invalid")
+    expect(editor).to_be_hidden()
+    saved = (root / "bad-good.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in saved] == [json.loads(line) for line in chats[:3]]
+
+
+@pytest.mark.slow
+def test_rewards_are_tried_on_pairs_in_the_page(tmp_path, serve, open_page):
+    from playwright.sync_api import expect
+
+    root = fill(tmp_path / "workspace")
+    (root / "grpo.yaml").write_text(
+        "model: pico\ndata: {train: sums.jsonl, max_length: 64}\nmethod:\n  type: grpo\n"
+        "  rewards: [{type: length, max_tokens: 8, free_tokens: 1}]\n  max_completion_length: 16\n"
+    )
+    page = open_page(f"{serve(root).url}data?from=file:grpo.yaml")
+    page.locator("#data-pairs input").click()
+    page.locator("#data-pairs").get_by_role("option", name="pairs.jsonl", exact=True).click()
+    page.locator("#data-try").click()
+    result = page.locator("#data-trial-result")
+    expect(result.locator("table").first).to_contain_text("length")
+    expect(result).to_contain_text("in 3 of 4 pairs")
+    expect(result.locator("article").first).to_contain_text("boat!")
+    page.locator("#data-pairs input").fill("/etc/passwd")
+    page.locator("#data-pairs input").press("Enter")
+    page.locator("#data-try").click()
+    expect(page.locator("#data-trial-result")).to_contain_text("is outside the workspace")

@@ -470,3 +470,41 @@ def test_no_edit_is_lost_while_the_form_is_made_anew(tmp_path: Path, serve: Any,
     steps.fill("600")
     expect(yaml).to_contain_text("dpo")
     is_kept("600")
+
+
+def test_recipes_are_offered_by_method_and_memory() -> None:
+    every = draft.recipes()
+    assert len(every) == len(tunekit.list_recipes())
+    offered = [value for _, value in draft.recipes("dpo", 16)]
+    assert "recipe:mistral-7b/dpo" in offered and "recipe:pico/dpo" in offered
+    assert "recipe:qwen3-8b/dpo" not in offered and "recipe:mistral-7b/sft" not in offered
+    on_a_cpu = draft.recipes("", 0)
+    assert on_a_cpu and all(label.endswith("· CPU") for label, _ in on_a_cpu)
+
+
+@pytest.mark.slow
+def test_a_recipe_is_chosen_by_task_and_memory_and_edits_tell_their_effect(
+    tmp_path: Path, serve: Any, open_page: Any
+) -> None:
+    from playwright.sync_api import expect
+
+    page = open_page(f"{serve(fill(tmp_path / 'workspace')).url}new?from=file:trained.yaml")
+
+    def after(field: str) -> str:
+        return page.locator(field).evaluate("one => getComputedStyle(one, '::after').content")
+
+    def choose(field: str, name: str) -> None:
+        page.locator(f"{field} input").click()
+        page.locator(field).get_by_role("option", name=name).click()
+
+    expect(page.locator("#plan-brief .plan-verdict")).to_be_visible()
+    assert "Plan: adamw_torch_fused, learning rate" in after("#form-train-learning_rate")
+    page.locator("#form-train-global_batch_size input").fill("16")
+    expect(page.locator("#plan-brief .plan-effect")).to_contain_text("train.global_batch_size: Memory")
+    assert after("#form-train-global_batch_size").startswith('"Last edit: Memory')
+    choose("#form-task", "Prefer one answer")
+    choose("#form-size", "CPU")
+    expect(page.locator("#form-source")).to_contain_text("2 shipped recipes fit")
+    choose("#form-source", "pico/dpo:")
+    expect(page.locator("#form-yaml .cm-content")).to_contain_text("method: dpo")
+    expect(page.locator("#plan-brief .plan-effect")).to_have_count(0)

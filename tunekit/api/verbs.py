@@ -12,11 +12,12 @@ from tunekit.api.plan_inputs import Lookup, run_of
 from tunekit.api.resume import resumed
 from tunekit.data.formats.row_formats import learner_of
 from tunekit.data.prepare import Progress
-from tunekit.data.reports.good_rows import CopiedRows, copy_good_rows
+from tunekit.data.reports.good_rows import CopiedRows, InvalidRow, copy_good_rows
+from tunekit.data.reports.good_rows import invalid_rows as _invalid_rows
 from tunekit.data.reports.preview import DataPreview
 from tunekit.data.reports.report import DataReport
 from tunekit.data.sources.in_memory import RowData
-from tunekit.data.sources.load import LoadedData, load_data
+from tunekit.data.sources.load import LoadedData, load_data, load_rows
 from tunekit.errors import PlanError, RunError, TunekitError
 from tunekit.estimates.facts import Hardware
 from tunekit.inference.preview import preview_data, source_of
@@ -38,6 +39,7 @@ from tunekit.recipe.methods import generates, has_teacher, is_rewarded, list_met
 from tunekit.recipe.methods.on_policy import RewardedMethod
 from tunekit.recipe.reading.phrases import any_of
 from tunekit.recipe.schema import Recipe
+from tunekit.recipe.sections.data import DataSection
 from tunekit.recipe.sections.model import ModelSection
 from tunekit.runs import fingerprints
 from tunekit.runs.available_actions import ENDED_EARLY, can_go_on
@@ -61,6 +63,7 @@ from tunekit.runs.small_files import DIED, place_of, write_whole
 from tunekit.tracking.trackers import check_trackers
 
 if TYPE_CHECKING:
+    from tunekit.inference.reward_pairs import PairTrial
     from tunekit.inference.reward_trial import RewardTrial
     from tunekit.models.fusion.fuse import Report
 
@@ -530,9 +533,7 @@ def try_rewards(
         TunekitError: The recipe, the model or the data has a fault, or a reward fails: it is named with the row.
     """
     recipe = continued(read_recipe(source, overrides, train_dataset=train_dataset)[0])
-    if not is_rewarded(recipe.method):
-        rewarded = any_of([info.name for info in list_methods() if info.is_rewarded])
-        raise TunekitError(f"method.type: {recipe.method.type} does not use rewards", hint=f"use {rewarded}")
+    method = _rewarded(recipe)
     if out is not None and Path(out).exists():
         raise TunekitError(f"{out} already exists", hint="pass another file, or delete it")
     _refuse_untrainable(recipe)
@@ -540,16 +541,54 @@ def try_rewards(
     data, planned = lookup.data(recipe), lookup.plan(recipe)
     _check_rewards(recipe, data)
     with library_words_to(StringIO()):
-        data = answered_rows(recipe.method, data, partial(load_tokenizer, recipe.model))
+        data = answered_rows(method, data, partial(load_tokenizer, recipe.model))
         from tunekit.inference.reward_trial import run_trial
 
-        trial = run_trial(
-            planned, recipe.method, data.train, num_prompts=num_prompts, on_progress=_progress_to(on_event)
-        )
+        trial = run_trial(planned, method, data.train, num_prompts=num_prompts, on_progress=_progress_to(on_event))
     if out is not None:
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in trial.scored_rows())
         write_whole(Path(out), "".join(lines))
     return trial
+
+
+def rank_pairs(
+    source: Source,
+    overrides: AnyOverrides = (),
+    *,
+    pairs: str | Path,
+    num_pairs: int = 200,
+    on_event: Callable[[Event], None] | None = None,
+) -> "PairTrial":
+    """Score both answers of preference pairs with a recipe's rewards: which pairs do they rank otherwise than people?
+
+    Args:
+        source: The recipe. Its own rows are not read.
+        overrides: Changes to it.
+        pairs: A file of preference pairs, as DPO takes them.
+        num_pairs: The first pairs, at most.
+        on_event: Called with the progress.
+
+    Raises:
+        TunekitError: The recipe or the file has a fault, or a reward fails: it is named with the row.
+    """
+    recipe, _ = read_recipe(source, overrides)
+    method = _rewarded(recipe)
+    if not method.rewards:
+        raise TunekitError("method.rewards: empty", hint="set the rewards to try on the pairs")
+    (file,) = DataSection.model_validate({"train": str(pairs)}).sources
+    rows = load_rows(file.model_copy(update={"key": "pairs"}), learner_of("dpo"), default_split="train")
+    devices = probe_hardware().accelerators
+    with library_words_to(StringIO()):
+        from tunekit.inference import reward_pairs
+
+        return reward_pairs.rank_pairs(
+            method.rewards,
+            [rows],
+            load_tokenizer(continued(recipe).model),
+            device=devices[0].kind if devices else "cpu",
+            num_pairs=num_pairs,
+            on_progress=_progress_to(on_event),
+        )
 
 
 def coverage(model: str) -> "Report":
@@ -630,7 +669,12 @@ def preview(
 
 
 def save_good_rows(
-    source: Source, overrides: AnyOverrides = (), *, path: str | Path, key: str | None = None
+    source: Source,
+    overrides: AnyOverrides = (),
+    *,
+    path: str | Path,
+    key: str | None = None,
+    corrected: Mapping[int, Any] | None = None,
 ) -> CopiedRows:
     """Copy the rows of a file that a recipe's method can learn from into a new file, with all their columns.
 
@@ -639,12 +683,43 @@ def save_good_rows(
         overrides: Changes to it.
         path: The new file, of JSON lines.
         key: Which of its sources: `data.train`, `data.train[1]`, `data.eval`. Default: the first.
+        corrected: Rows in place of invalid ones, by their `InvalidRow.number`.
 
     Raises:
         TunekitError: The recipe has a fault, the source is not one file, no row of it is good, or the new file exists.
     """
     recipe, _ = read_recipe(source, overrides)
-    return copy_good_rows(source_of(recipe, key), learner_of(recipe.method.type), Path(path))
+    return copy_good_rows(source_of(recipe, key), learner_of(recipe.method.type), Path(path), corrected)
+
+
+def invalid_rows(
+    source: Source, overrides: AnyOverrides = (), *, key: str | None = None, most: int = 20
+) -> list[InvalidRow]:
+    """Return the first rows of a file that a recipe's method cannot learn from, to be corrected.
+
+    Args:
+        source: The recipe.
+        overrides: Changes to it.
+        key: Which of its sources: `data.train`, `data.train[1]`, `data.eval`. Default: the first.
+        most: So many rows at most.
+
+    Raises:
+        TunekitError: The recipe has a fault, or the source is not one file or cannot be read.
+    """
+    recipe, _ = read_recipe(source, overrides)
+    return _invalid_rows(source_of(recipe, key), learner_of(recipe.method.type), most)
+
+
+def _rewarded(recipe: Recipe) -> RewardedMethod:
+    """Return the method of a recipe that learns from rewards.
+
+    Raises:
+        TunekitError: It does not.
+    """
+    if is_rewarded(recipe.method):
+        return recipe.method
+    rewarded = any_of([info.name for info in list_methods() if info.is_rewarded])
+    raise TunekitError(f"method.type: {recipe.method.type} does not use rewards", hint=f"use {rewarded}")
 
 
 def _check_rewards(recipe: Recipe, data: LoadedData) -> None:

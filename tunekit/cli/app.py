@@ -35,6 +35,8 @@ from tunekit.redact import Redacting, open_standard_streams
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from tunekit.inference.reward_pairs import PairTrial
+    from tunekit.inference.reward_trial import RewardTrial
     from tunekit.planner.plan import Plan
     from tunekit.recipe.schema import Recipe
 
@@ -224,20 +226,33 @@ def data(
 def rewards(
     recipe: cli.RecipeArgument,
     overrides: cli.OverridesArgument = None,
-    prompts: Annotated[int, Option("-n", "--prompts", help="Prompts to try, from the first row.", min=1)] = 20,
+    prompts: Annotated[
+        int | None,
+        Option("-n", "--prompts", help="Prompts (default 20) or pairs (200) to try, from the first row.", min=1),
+    ] = None,
     out: Annotated[
         Path | None, Option(metavar="FILE", help="Output file: the prompts with mean_reward, reward_std, difficulty.")
     ] = None,
+    pairs: Annotated[
+        Path | None,
+        Option(metavar="FILE", help="Rank these preference pairs instead, such as --pairs pairs.jsonl."),
+    ] = None,
     as_json: Annotated[bool, Option("--json", help="Print all answers with their rewards as JSON.")] = False,
 ) -> None:
-    """Score the untrained model's answers with each reward."""
+    """Score the untrained model's answers with each reward, or the answers of preference pairs."""
     from tunekit.api import verbs
     from tunekit.display.console import Progress, make_console, make_error_console
 
+    if pairs is not None and out is not None:
+        raise TunekitError("--out does not apply to --pairs: it saves tried prompts", hint="unset one of them")
     source, notes = _load(recipe, overrides)
     progress = Progress(make_error_console())
+    trial: RewardTrial | PairTrial
     try:
-        trial = verbs.try_rewards(source, num_prompts=prompts, out=out, on_event=progress)
+        if pairs is None:
+            trial = verbs.try_rewards(source, num_prompts=prompts or 20, out=out, on_event=progress)
+        else:
+            trial = verbs.rank_pairs(source, pairs=pairs, num_pairs=prompts or 200, on_event=progress)
     finally:
         progress.stop()
     if as_json:

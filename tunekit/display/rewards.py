@@ -11,6 +11,7 @@ from tunekit.data.formats.row_formats import counted
 from tunekit.data.reports.report import visible
 from tunekit.display.drawing import numbers, plain_table
 from tunekit.inference.episode_trial import Calls
+from tunekit.inference.reward_pairs import PairTrial
 from tunekit.inference.reward_trial import Answer, Group, Judged, RewardTrial
 
 _SHOWN_GROUPS = 3
@@ -18,14 +19,47 @@ _SHOWN_LETTERS = 400
 """Letters of an answer that are shown, from both of its ends."""
 
 
-def trial_parts(trial: RewardTrial) -> list[RenderableType]:
-    """A trial in sections: warnings, the rewards, the groups and lengths, then the best and worst of some groups."""
+def trial_parts(trial: RewardTrial | PairTrial) -> list[RenderableType]:
+    """A trial on prompts or pairs in sections."""
+    return _pair_parts(trial) if isinstance(trial, PairTrial) else _answer_parts(trial)
+
+
+def _answer_parts(trial: RewardTrial) -> list[RenderableType]:
+    """A trial on prompts in sections: warnings, rewards, groups and lengths, then the best and worst of some groups."""
     parts: list[RenderableType] = [Text(f"warning: {warning}", style="yellow") for warning in trial.warnings()]
     parts += [""] if parts else []
     parts += [_rewards_table(trial), "", _facts_table(trial)]
     names = [reward.name for reward in trial.rewards]
     for group in trial.telling_groups(_SHOWN_GROUPS):
         parts += ["", *_group(group, names)]
+    return parts
+
+
+def _pair_parts(trial: PairTrial) -> list[RenderableType]:
+    """A trial on pairs in sections: the rewards, then the pairs that they rank most clearly the other way round."""
+    table = plain_table(
+        Column("reward", overflow="fold"),
+        *numbers("weight", "accuracy", "ties", "margin", "pairs", no_wrap=True),
+        gap=2,
+    )
+    for ranking in (*trial.rewards, *([trial.total] if len(trial.rewards) > 1 else [])):
+        shares = ["-" if share is None else f"{share:.0%}" for share in (ranking.accuracy, ranking.ties)]
+        margin = "-" if ranking.margin is None else f"{ranking.margin:+.3f}"
+        is_sum = ranking is trial.total
+        table.add_row(
+            "weighted sum" if is_sum else ranking.name,
+            "" if is_sum else f"{ranking.weight:g}",
+            *shares,
+            margin,
+            f"{ranking.num_compared:,}",
+            style="bold" if is_sum else None,
+        )
+    parts: list[RenderableType] = [table]
+    for pair in trial.confused(_SHOWN_GROUPS):
+        parts += ["", Text.assemble((pair.place, "bold"), "  ", (_cut(pair.prompt), "dim"))]
+        for word, answer in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+            parts.append(Padding(Text.assemble((word, "italic"), "\n", _cut(answer)), (0, 0, 0, 2), expand=False))
+        parts.append(Padding(Text(f"margin {pair.margin:+g}", style="italic"), (0, 0, 0, 2), expand=False))
     return parts
 
 

@@ -14,7 +14,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Protocol, cast
@@ -66,11 +66,13 @@ class Fault:
         what: What is wrong.
         column: Where in its line, counted from 1, if that is known.
         ends: Nothing can be read behind it: more than one row may be lost.
+        text: The record itself, where it is a line.
     """
 
     what: str
     column: int | None = None
     ends: bool = False
+    text: str = ""
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,8 @@ def open_jsonl(file: File) -> Table:
             if isinstance(value, Fault) and line.strip() in ("[", "{"):
                 problem = f"{file.name}:{number}: a JSON value spans several lines; .jsonl needs one object per line"
                 raise DataError(problem, hint="put each object on one line, or save a JSON list as a .json file")
+            if isinstance(value, Fault):
+                value = replace(value, text=line.strip())
             yield Record(number, value)
 
     return Table(columns=None, read=read)
