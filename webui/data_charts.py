@@ -3,6 +3,7 @@
 The chart is a Vega-Lite specification, plain data that the browser draws.
 """
 
+from collections.abc import Iterable
 from html import escape
 from typing import Any
 
@@ -11,9 +12,6 @@ from gradio.components.plot import PlotData
 import tunekit
 from webui import charts
 from webui.words import Words
-
-MOST_PAIRS = 10
-"""Pairs that are shown."""
 
 KEPT, CUT = "#3b82f6", "#f59e0b"
 """Of rows up to the longest length, and of those beyond it."""
@@ -124,7 +122,6 @@ def mixture_table(words: Words, report: tunekit.DataReport) -> str:
     if not report.mixture:
         return ""
     keys = ("source", "weight", "available", "taken", "all_tokens", "token_share")
-    heads = "".join(f"<th scope='col'>{escape(words(f'data.{key}'))}</th>" for key in keys)
     rows = "".join(
         f"<tr><th scope='row'>{escape(part.source)}</th><td>{'–' if part.weight is None else f'{part.weight:g}'}</td>"
         f"<td>{part.num_available:,}</td><td>{part.num_taken:,}</td><td>{part.num_tokens:,}</td>"
@@ -132,90 +129,14 @@ def mixture_table(words: Words, report: tunekit.DataReport) -> str:
         for part in report.mixture
     )
     sentence = words("data.epoch", number=f"{report.num_train:,}")
+    title = f"<h3>{escape(words('data.mixture'))}</h3><p class='data-soft'>{escape(sentence)}</p>"
+    return title + table_html([words(f"data.{key}") for key in keys], rows)
+
+
+def table_html(heads: Iterable[str], rows: str) -> str:
+    """Render a table of numbers, whose rows are HTML, below the names of its columns."""
+    row = "".join(f"<th scope='col'>{escape(head)}</th>" for head in heads)
     return (
-        f"<h3>{escape(words('data.mixture'))}</h3><p class='data-soft'>{escape(sentence)}</p><div class='data-scroll'>"
-        f"<table class='data-table data-right'><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
+        f"<div class='data-scroll'><table class='data-table data-right'><thead><tr>{row}</tr></thead>"
+        f"<tbody>{rows}</tbody></table></div>"
     )
-
-
-def trial_html(words: Words, trial: tunekit.RewardTrial) -> str:
-    """Render the values of rewards for a model's answers, by reward and by row."""
-    warnings = "".join(f"<li>{escape(warning)}</li>" for warning in trial.warnings())
-    warnings = f"<ul class='data-warnings' role='status'>{warnings}</ul>" if warnings else ""
-    keys = ("reward", "weight", "mean", "spread", "group_spread", "seconds_per_step")
-    heads = "".join(f"<th scope='col'>{escape(words(f'data.{key}'))}</th>" for key in keys)
-    rows = "".join(
-        f"<tr><th scope='row'>{escape(scored.name)}</th><td>{scored.weight:g}</td><td>{_number(scored.mean)}</td>"
-        f"<td>{_number(scored.spread)}</td><td>{_number(scored.group_spread)}</td><td>{scored.seconds_per_step:.2f}</td></tr>"
-        for scored in (*trial.rewards, trial.total)
-    )
-    silent = words("data.no_signal", share=f"{trial.no_signal_share:.0%}")
-    names = [scored.name for scored in trial.rewards]
-    groups = "".join(_group(words, group, names) for group in trial.groups)
-    return (
-        f"{warnings}<div class='data-scroll'><table class='data-table data-right'><thead><tr>{heads}</tr></thead>"
-        f"<tbody>{rows}</tbody></table></div><p class='data-soft'>{escape(silent)}</p>{groups}"
-    )
-
-
-def pairs_html(words: Words, trial: tunekit.PairTrial) -> str:
-    """Render the agreement of rewards with pairs, and the pairs that they rank the other way round."""
-    keys = ("reward", "weight", "accuracy", "ties", "margin", "compared")
-    heads = "".join(f"<th scope='col'>{escape(words(f'data.{key}'))}</th>" for key in keys)
-    rows = "".join(
-        f"<tr><th scope='row'>{escape(ranking.name)}</th><td>{ranking.weight:g}</td>"
-        f"<td>{_number(ranking.accuracy)}</td><td>{_number(ranking.ties)}</td><td>{_number(ranking.margin)}</td>"
-        f"<td>{ranking.num_compared:,}</td></tr>"
-        for ranking in (*trial.rewards, trial.total)
-    )
-    confused = trial.confused(MOST_PAIRS)
-    sentence = words("data.confused", number=sum(pair.margin < 0 for pair in trial.pairs), pairs=len(trial.pairs))
-    return (
-        f"<div class='data-scroll'><table class='data-table data-right'><thead><tr>{heads}</tr></thead>"
-        f"<tbody>{rows}</tbody></table></div><p class='data-soft' role='status'>{escape(sentence)}</p>"
-        + "".join(_pair(words, pair, [ranking.name for ranking in trial.rewards]) for pair in confused)
-    )
-
-
-def _pair(words: Words, pair: Any, names: list[str]) -> str:
-    heads = "".join(f"<th scope='col'>{escape(name)}</th>" for name in names)
-    rows = "".join(
-        f"<tr><th scope='row'>{escape(words(f'data.sequence_{side}'))}</th>"
-        + f"<td class='data-answer'>{escape(getattr(pair, side))}</td>"
-        + "".join(f"<td>{_number(value)}</td>" for value in getattr(pair, f"{side}_values"))
-        + "</tr>"
-        for side in ("chosen", "rejected")
-    )
-    return (
-        f"<article class='data-row'><header><code>{escape(pair.place)}</code></header>"
-        f"<p class='data-prompt'>{escape(pair.prompt)}</p><div class='data-scroll'>"
-        "<table class='data-table data-right'><thead><tr><td></td>"
-        f"<th scope='col'>{escape(words('data.answer'))}</th>{heads}</tr></thead><tbody>{rows}</tbody></table>"
-        "</div></article>"
-    )
-
-
-def _group(words: Words, group: Any, names: list[str]) -> str:
-    heads = "".join(f"<th scope='col'>{escape(name)}</th>" for name in (*names, words("data.total")))
-    rows = "".join(
-        f"<tr><td class='data-answer'>{_answer(words, answer)}</td>"
-        + "".join(f"<td>{_number(value)}</td>" for value in (*answer.values, answer.total))
-        + "</tr>"
-        for answer in sorted(group.answers, key=lambda answer: -answer.total)
-    )
-    return (
-        f"<article class='data-row'><header><code>{escape(group.place)}</code></header>"
-        f"<p class='data-prompt'>{escape(group.prompt)}</p><div class='data-scroll'>"
-        "<table class='data-table data-right'><thead><tr>"
-        f"<th scope='col'>{escape(words('data.answer'))}</th>{heads}</tr></thead><tbody>{rows}</tbody></table>"
-        "</div></article>"
-    )
-
-
-def _answer(words: Words, answer: Any) -> str:
-    """The text of an answer, with a mark where it was cut off."""
-    return escape(answer.text.strip() or words("data.empty_answer")) + (" ✂" if answer.is_truncated else "")
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3g}"

@@ -16,7 +16,7 @@ from typing import Any
 import gradio as gr
 
 import tunekit
-from webui import data_charts, data_view, work
+from webui import data_charts, data_view, trial_view, work
 from webui.corrections import Corrections, corrected_rows
 from webui.data_asked import Asked, address_of, asked_in, is_remote, methods, recipe_of
 from webui.data_fields import Fields, anew, choices
@@ -387,10 +387,8 @@ def _build_rewards(site: Site, words: Words, fields: Fields) -> list[Any]:
             for event in events_of(str(request.session_hash), trial, recipe, **options):
                 if isinstance(event, dict):
                     yield [gr.skip(), gr.skip(), _progress(words, event)]
-                elif isinstance(event, tunekit.PairTrial):
-                    yield [*_idle(), data_charts.pairs_html(words, event)]
                 else:
-                    yield [*_idle(), data_charts.trial_html(words, event)]
+                    yield [*_idle(), trial_view.trial_html(words, event)]
         except work.Cancelled:
             yield [*_idle(), f"<p class='data-soft'>{words('data.cancelled')}</p>"]
 

@@ -223,8 +223,8 @@ def test_pairs_are_told_on_the_command_line(here):
     assert done.returncode == 0, done.stderr
     assert re.search(r"texts_low +1 +50% +25% +\+0\.250 +4", done.stdout)
     assert "pairs.jsonl:1  double 1" in done.stdout and "margin -2" in done.stdout
-    told = json.loads(tunekit_rewards(here, recipe("trial_rewards:texts_low"), "--pairs", "pairs.jsonl", "--json").stdout)
-    assert len(told["pairs"]) == 4
+    done = tunekit_rewards(here, recipe("trial_rewards:texts_low"), "--pairs", "pairs.jsonl", "--json")
+    assert len(json.loads(done.stdout)["pairs"]) == 4
     done = tunekit_rewards(here, recipe("trial_rewards:low"), "--pairs", "pairs.jsonl", "--out", "x.jsonl")
     assert done.returncode == 2 and "--out does not apply to --pairs" in done.stderr
 

@@ -12,7 +12,7 @@ import pytest
 import tunekit
 from tests.waiting import LIMIT_SECONDS
 from tests.webui.conftest import fill
-from webui import data_charts, data_page, data_view, work
+from webui import data_charts, data_page, data_view, trial_view, work
 from webui.data_asked import Asked, address_of, asked_in, data_files, is_remote, recipe_of
 from webui.site import Site
 from webui.uploads import save_uploads
@@ -186,7 +186,7 @@ def test_a_mixture_shows_the_share_of_tokens_of_each_source(site, words):
 def test_rewards_are_tried_on_real_rows_with_the_models_answers(site, words):
     asked = Asked(path="sums.jsonl", method="grpo", rewards="numeric_match, repetition", max_length=48)
     trial = work.call("try_rewards", recipe_of(site, asked), num_prompts=2)
-    html = data_charts.trial_html(words, trial)
+    html = trial_view.trial_html(words, trial)
     assert [one.name for one in trial.rewards] == ["numeric_match", "repetition"]
     for shown in ("numeric_match", "repetition", "sums.jsonl:1", "sums.jsonl:2", "What is 1 + 1?"):
         assert shown in html
