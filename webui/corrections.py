@@ -1,6 +1,7 @@
 """Invalid rows of a file in an editor, a line each, to be corrected."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import gradio as gr
@@ -17,7 +18,7 @@ class Corrections:
     """
 
     def __init__(self, words: Words) -> None:
-        self.numbers = gr.State([])
+        self.numbers = gr.Textbox("[]", visible=False)
         with gr.Column(visible=False, elem_id="data-corrections") as self.column:
             gr.Markdown(words("data.correct_help"))
             self.text = gr.Code(
@@ -34,10 +35,10 @@ class Corrections:
     def offered(self, rows: list[tunekit.InvalidRow]) -> list[Any]:
         """Return the column, the text and the numbers of rows."""
         text = "\n".join(row.text.replace("\n", " ") for row in rows)
-        return [gr.Column(visible=True), text, [row.number for row in rows]]
+        return [gr.Column(visible=True), text, json.dumps([row.number for row in rows])]
 
 
-def corrected_rows(words: Words, text: str, numbers: list[int]) -> dict[int, Any]:
+def corrected_rows(words: Words, text: str, numbers: Sequence[int]) -> dict[int, Any]:
     """Return corrected rows by their numbers, without those whose line is empty.
 
     Args:

@@ -126,14 +126,14 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
     def drop_bad(*values: Any) -> list[Any]:
         return save(fields.asked(*values), {})
 
-    def save_corrected(text: str, numbers: list[int], *values: Any) -> list[Any]:
+    def save_corrected(text: str, numbers: str, *values: Any) -> list[Any]:
         try:
-            corrected = corrected_rows(words, text, numbers)
+            corrected = corrected_rows(words, text, json.loads(numbers))
         except tunekit.TunekitError as error:
             # What was typed stays.
-            kept = [gr.skip() for _ in (fields.path, *outputs)]
-            kept[1 + outputs.index(status)] = told(error)
-            return kept
+            unchanged = [gr.skip() for _ in (fields.path, *outputs)]
+            unchanged[1 + outputs.index(status)] = told(error)
+            return unchanged
         return save(fields.asked(*values), corrected)
 
     def save(source: Asked, corrected: dict[int, Any]) -> list[Any]:

@@ -78,8 +78,8 @@ def seen(before: Seen, machine: str, text: str, plan: tunekit.Plan | tunekit.Tun
 
 
 def _figures(plan: tunekit.Plan) -> dict[str, str]:
-    found = tunekit.plan_figures(plan)
-    return {name: found[name].partition(" of ")[0] + _UNITS.get(name, "") for name in BRIEF if name in found}
+    figures = tunekit.plan_figures(plan)
+    return {name: figures[name].partition(" of ")[0] + _UNITS.get(name, "") for name in BRIEF if name in figures}
 
 
 def _effect(before: Mapping[str, str], after: Mapping[str, str], words: Words) -> str:

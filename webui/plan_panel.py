@@ -113,15 +113,15 @@ def build(
     view = gr.HTML(elem_id="plan-plan")
     changes = gr.Textbox(visible=False)
     notes = gr.HTML(elem_id="plan-notes", padding=False)
-    seen = gr.State(plan_notes.Seen())
+    latest = gr.State(plan_notes.Seen())
     _attach_start(page, site, words, draft, machine, launch)
 
     def show(text: str, machine: str, other: str, before: plan_notes.Seen) -> tuple[Any, ...]:
         """The plan of a draft, what would make it fit, and whether it can be started."""
         return shown(site, words, text, machine, other, before)
 
-    inputs = [draft, machine, other, seen]
-    told_of = [launch.brief, view, changes, launch.mend, launch.start, launch.reason, notes, seen]
+    inputs = [draft, machine, other, latest]
+    told_of = [launch.brief, view, changes, launch.mend, launch.start, launch.reason, notes, latest]
     for event in (page.load, draft.change, machine.change, other.change):
         event(show, inputs, told_of, trigger_mode="always_last", show_progress="hidden", concurrency_limit=4)
     texts = [draft, *holders]
@@ -170,16 +170,16 @@ def shown(site: Site, words: Words, text: str, machine: str, other: str, before:
         why_not = words("plan.elsewhere", machine=where[0])
     else:
         why_not = words("plan.not_here") if isinstance(plans[0], tunekit.TunekitError) else ""
-    seen = plan_notes.seen(before, where[0], text, plans[0], words)
+    latest = plan_notes.seen(before, where[0], text, plans[0], words)
     return (
-        brief_html(plans[0], where_to, words, plan_notes.effect_html(seen)),
+        brief_html(plans[0], where_to, words, plan_notes.effect_html(latest)),
         views[0][1] if len(views) == 1 else side_by_side(views),
         "\n".join(changes),
         gr.Button(words("plan.mend", changes=", ".join(changes)), visible=bool(changes)),
         gr.Button(interactive=not why_not),
         _why_not(why_not),
-        plan_notes.notes_html(seen, plans[0], words),
-        seen,
+        plan_notes.notes_html(latest, plans[0], words),
+        latest,
     )
 
 

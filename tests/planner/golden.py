@@ -159,14 +159,14 @@ def decisions() -> Iterator[str]:
 def memory() -> dict[str, dict[str, object]]:
     """Return the method of each shipped recipe and the smallest GPU that it fits on, as `tunekit.files` reads them."""
     root = recipe_root()
-    found: dict[str, dict[str, object]] = {}
+    recipes: dict[str, dict[str, object]] = {}
     for path in sorted(root.rglob("*.yaml")):
         name = path.relative_to(root).with_suffix("").as_posix()
         asked = load_recipe(path)
         is_small = facts(asked).num_params < SMALL_MODEL
         smallest = next((size for size in GPU_SIZES if fits(asked, size)), None)
-        found[name] = {"method": asked.method.type, "gpu_gb": 0 if is_small else smallest}
-    return found
+        recipes[name] = {"method": asked.method.type, "gpu_gb": 0 if is_small else smallest}
+    return recipes
 
 
 def fits(asked: Recipe, size: int) -> bool:

@@ -41,7 +41,7 @@ from tunekit.methods.environments.tools import texts_in
 from tunekit.methods.rewards.sandbox import check_sandbox
 from tunekit.recipe.functions import find_function
 from tunekit.recipe.methods.grpo import GRPOMethod
-from tunekit.recipe.methods.on_policy import RewardedMethod
+from tunekit.recipe.methods.on_policy import ActingMethod, RewardedMethod
 from tunekit.recipe.sections.tools import PythonTool, SearchTool
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 _HINT = "document it: a line on what it does, and `Args:` with a line per argument"
 
 
-def owns_reward(method: GRPOMethod) -> bool:
+def owns_reward(method: ActingMethod) -> bool:
     """Return whether the method's environment scores its episodes."""
     environment = method.environment
     return environment is not None and class_owns_reward(_class(environment.path))
@@ -67,7 +67,7 @@ def environment_rewards(method: RewardedMethod) -> list[str]:
     return [loaded.__name__]
 
 
-def tool_schemas(method: GRPOMethod) -> list[dict[str, Any]]:
+def tool_schemas(method: ActingMethod) -> list[dict[str, Any]]:
     """Return the JSON schemas of the tools that the model is shown.
 
     Raises:
@@ -80,7 +80,7 @@ def tool_schemas(method: GRPOMethod) -> list[dict[str, Any]]:
     return [_schema(place, function) for place, function in functions.items()]
 
 
-def with_tools(data: LoadedData, method: GRPOMethod, tokenizer: "PreTrainedTokenizerBase") -> LoadedData:
+def with_tools(data: LoadedData, method: ActingMethod, tokenizer: "PreTrainedTokenizerBase") -> LoadedData:
     """Return rows whose prompts show the model the tools of the method.
 
     Raises:
@@ -155,7 +155,7 @@ def _class(path: str) -> type:
     return cls
 
 
-def _paths(method: GRPOMethod) -> dict[str, tuple[str, dict[str, Any]]]:
+def _paths(method: ActingMethod) -> dict[str, tuple[str, dict[str, Any]]]:
     """Return module and function of each tool with its settings, by the name that the model calls."""
     return {tool.name: tool.implementation(method.tool_timeout_seconds) for tool in method.tools}
 

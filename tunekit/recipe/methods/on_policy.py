@@ -9,7 +9,7 @@ Common half of methods that learn the probabilities of another model, the teache
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import Field
 
@@ -27,9 +27,7 @@ from tunekit.recipe.sections.adapters import FullAdapter
 from tunekit.recipe.sections.model import ModelSection
 from tunekit.recipe.sections.rewards import Reward
 from tunekit.recipe.sections.section import Conflict, Section
-
-if TYPE_CHECKING:
-    from tunekit.recipe.methods.grpo import GRPOMethod
+from tunekit.recipe.sections.tools import Environment, Tool
 
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 """How TRL's GRPOTrainer brings several rewards together; any other word fails in the first step (trl 1.16)."""
@@ -130,6 +128,26 @@ class GenerationSection(SamplingSection):
         return ServerWords(f"{key}.vllm_server_base_url", f"the vLLM server at {url}", hint)
 
 
+class ActingMethod(Protocol):
+    """A method whose model calls tools while it answers, or acts in an environment."""
+
+    @property
+    def rewards(self) -> list[Reward]:
+        """Reward functions."""
+
+    @property
+    def tools(self) -> list[Tool]:
+        """Tools that the model may call."""
+
+    @property
+    def environment(self) -> Environment | None:
+        """Environment that the model acts in."""
+
+    @property
+    def tool_timeout_seconds(self) -> float:
+        """Time limit per call."""
+
+
 class OnPolicyMethod(MethodSection):
     """A method that learns from answers which the model gives while it is trained."""
 
@@ -149,7 +167,7 @@ class OnPolicyMethod(MethodSection):
         return 1
 
     @property
-    def acting(self) -> "GRPOMethod | None":
+    def acting(self) -> "ActingMethod | None":
         """The method itself if the model calls tools or acts in an environment; else None."""
         return None
 
