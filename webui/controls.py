@@ -16,6 +16,7 @@ import gradio as gr
 
 import tunekit
 from webui import diagnosis, situation
+from webui.listing import listing_of
 from webui.resume_form import ResumeForm, message
 from webui.site import Site
 from webui.situation import OVER, Situation, situation_of
@@ -205,7 +206,7 @@ def line_of(words: Words, found: Situation, *, read_only: bool = False) -> str:
 
 def tags_in(site: Site) -> list[str]:
     """All tags of the workspace's runs."""
-    return sorted({tag for run in tunekit.list_runs(site.root / "runs") for tag in run.tags})
+    return sorted({tag for line in listing_of(site.root).lines() for tag in line.tags})
 
 
 class _StopNow:

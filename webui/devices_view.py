@@ -20,11 +20,10 @@ _lock = threading.Lock()
 _kept: list[tuple[float, list[tunekit.DeviceState] | tunekit.TunekitError]] = []
 
 
-def build(page: gr.Blocks, site: Site, words: Words, tick: gr.Timer) -> None:
-    """The part of the page of all runs."""
+def build(words: Words) -> gr.HTML:
+    """Lay out the part of the page of all runs, and return what shows the devices."""
     with gr.Accordion(words("runs.devices"), open=False, elem_id="runs-devices"):
-        output = gr.HTML(elem_id="runs-devices-table")
-    gr.on([page.load, tick.tick], lambda: devices_html(site, words), None, output, show_progress="hidden")
+        return gr.HTML(elem_id="runs-devices-table")
 
 
 def devices_html(site: Site, words: Words) -> str:

@@ -11,7 +11,7 @@ import tunekit
 from webui.data_asked import data_files, rewards_in
 from webui.data_view import progress as progress_bar
 from webui.export_view import models_of
-from webui.jobs import Jobs, Progress
+from webui.jobs import Jobs, Progress, Tab
 from webui.run_parts import empty, moment, table
 from webui.site import Site
 from webui.words import Words, told
@@ -31,17 +31,13 @@ def _progress_in(event: dict[str, Any]) -> Progress | None:
 _jobs = Jobs("evaluate", "evaluated", _progress_in)
 
 
-def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick: gr.Timer) -> None:
-    """The tab of a run's page. `run_name` says of which run; it is asked again at every tick."""
+def build(site: Site, words: Words, run_name: gr.Textbox) -> Tab:
+    """The tab of a run's page. `run_name` says of which run."""
     seen_state = gr.Textbox("", visible=False)
     if site.read_only:
         output = gr.HTML(elem_id="evaluate-shown")
         gr.HTML(empty(words("evaluate.read_only")), elem_id="evaluate-read-only")
-        gr.on(
-            [run_name.change, tick.tick], lambda name, seen: look(site, words, name, seen)[:2], [run_name, seen_state],
-            [seen_state, output], show_progress="hidden", trigger_mode="always_last",
-        )  # fmt: skip
-        return
+        return Tab(lambda name, seen: look(site, words, name, seen)[:2], [seen_state, output])
     with gr.Row():
         checkpoint = gr.Dropdown([], label=words("export.checkpoint"), elem_id="evaluate-checkpoint", min_width=180)
         data = gr.Dropdown(
@@ -91,13 +87,13 @@ def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick:
         "outputs": outputs,
         "show_progress": "hidden",
     }
-    gr.on([run_name.change, tick.tick], **update, trigger_mode="always_last")
     gr.on(
         [run_name.change, data.focus], lambda: gr.update(choices=["", *data_files(site)]), None, data,
         show_progress="hidden",
     )  # fmt: skip
     inputs = [run_name, checkpoint, data, limit, metrics, tasks, before]
     start.click(evaluate, inputs, status, show_progress="hidden").then(**update)
+    return Tab(refresh, outputs)
 
 
 def begin(

@@ -10,7 +10,7 @@ import gradio as gr
 import tunekit
 from webui import exports
 from webui.history import steps_of
-from webui.jobs import Progress
+from webui.jobs import Progress, Tab
 from webui.run_parts import empty, table
 from webui.site import Site
 from webui.words import Words, told
@@ -21,18 +21,14 @@ RESULT = ""
 """Value of the choice that is no checkpoint."""
 
 
-def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick: gr.Timer) -> None:
-    """The tab of a run's page. `run_name` says of which run; it is asked again at every tick."""
+def build(site: Site, words: Words, run_name: gr.Textbox) -> Tab:
+    """The tab of a run's page. `run_name` says of which run."""
     seen_state = gr.Textbox("", visible=False)
     links = gr.HTML(elem_id="export-links")
     if site.read_only:
         output = gr.HTML(elem_id="export-shown")
         gr.HTML(empty(words("export.read_only")), elem_id="export-read-only")
-        gr.on(
-            [run_name.change, tick.tick], lambda name, seen: look(site, words, name, seen)[:3], [run_name, seen_state],
-            [seen_state, links, output], show_progress="hidden", trigger_mode="always_last",
-        )  # fmt: skip
-        return
+        return Tab(lambda name, seen: look(site, words, name, seen)[:3], [seen_state, links, output])
     with gr.Row(elem_id="export-choices"):
         checkpoint = gr.Dropdown([], label=words("export.checkpoint"), elem_id="export-checkpoint", min_width=180)
         kind = gr.Radio(
@@ -79,7 +75,6 @@ def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick:
         "outputs": outputs,
         "show_progress": "hidden",
     }
-    gr.on([run_name.change, tick.tick], **update, trigger_mode="always_last")
     begun = start.click(
         export, [run_name, checkpoint, kind, dtype, dest, gguf, push, private], status, show_progress="hidden"
     )
@@ -88,6 +83,7 @@ def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick:
     kind.change(
         lambda kind: gr.Dropdown(value="auto", interactive=kind != "adapter"), kind, dtype, show_progress="hidden"
     )
+    return Tab(refresh, outputs)
 
 
 def begin(

@@ -7,11 +7,25 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import gradio as gr
 
 import tunekit
 from webui import work
 from webui.failures import in_words
+
+
+class Tab(NamedTuple):
+    """A tab of a run's page that shows such work, and is asked for news with the other tabs at once.
+
+    Attributes:
+        look: Returns the values of the outputs, by the run's name and what a browser has seen.
+        outputs: The outputs, first what a browser has seen.
+    """
+
+    look: Callable[[str, str], list[Any]]
+    outputs: list[gr.Component]
 
 
 @dataclass(frozen=True)

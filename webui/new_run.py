@@ -77,9 +77,10 @@ class NewRun:
     def _presets(self) -> None:
         """Lay out what a draft starts from: shipped recipes by task and machine, files and runs."""
         words = self.words
-        methods = dict.fromkeys(shipped.method for shipped in tunekit.list_recipes())
+        recipes = tunekit.list_recipes()
+        methods = dict.fromkeys(shipped.method for shipped in recipes)
         tasks = [(words("form.any"), ""), *((words(f"form.task_{method}"), method) for method in methods)]
-        needed = sorted({shipped.gpu_gb for shipped in tunekit.list_recipes() if shipped.gpu_gb is not None})
+        needed = sorted({shipped.gpu_gb for shipped in recipes if shipped.gpu_gb is not None})
         sizes = [(words("form.any"), ""), *((f"{size} GB" if size else "CPU", str(size)) for size in needed)]
         small: dict[str, Any] = {"interactive": True, "min_width": 160, "scale": 1}
         self.task = gr.Dropdown(tasks, value="", label=words("form.task"), elem_id="form-task", **small)

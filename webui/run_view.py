@@ -24,6 +24,12 @@ from webui.plan_view import plan_html
 from webui.site import Site
 from webui.words import Words, told
 
+MANY_EVENTS = 500
+"""Events of a run by whose share its charts are drawn anew, where it has more than twice as many."""
+
+REDRAW_SECONDS = 10
+"""Seconds after which they are drawn anew in any case."""
+
 NUM_CHARTS = 24
 """Charts that there is room for."""
 
@@ -121,9 +127,17 @@ def build(
         with gr.Tab(words("runs.tab_result"), id="result"):
             result = gr.HTML(elem_id="runs-result")
         with gr.Tab(words("evaluate.tab"), id="evaluate"):
-            evaluate_view.build(page, site, words, run_name, tick)
+            evaluation = evaluate_view.build(site, words, run_name)
         with gr.Tab(words("export.tab"), id="export"):
-            export_view.build(page, site, words, run_name, tick)
+            export = export_view.build(site, words, run_name)
+
+    def refresh_tabs(name: str, evaluation_seen: str, export_seen: str) -> list[Any]:
+        return [*evaluation.look(name, evaluation_seen), *export.look(name, export_seen)]
+
+    gr.on(
+        [run_name.change, tick.tick], refresh_tabs, [run_name, evaluation.outputs[0], export.outputs[0]],
+        [*evaluation.outputs, *export.outputs], show_progress="hidden", trigger_mode="always_last",
+    )  # fmt: skip
     parts = Parts(
         seen_state,
         head,
@@ -247,7 +261,7 @@ def _changed(
     with history_of(run, patient=True) as reader:
         if reader.is_behind:
             return _reading(share_read(reader), run_parts.head(run, line, reader, words), words)
-        marks = [(reader.read_bytes, reader.num_events)]
+        marks = [charts_mark(reader, is_over=line.is_over)]
         head: Any = run_parts.head(run, line, reader, words)
         head = head if is_new("head", hash(head)) else gr.skip()
         warnings: Any = run_parts.warnings(reader, words)
@@ -274,15 +288,20 @@ def _changed(
         with history_of(other, patient=True) as reader:
             if reader.is_behind:
                 return _reading(share_read(reader), head, words)
-            marks.append((reader.read_bytes, reader.num_events))
+            marks.append(charts_mark(reader, is_over=False))
     selection: Any = gr.skip()
     if is_new("selection", kinds, keys):
         selection = gr.update(choices=[(kind.title(words), kind.key) for kind in kinds], value=keys)
     if is_new("charts", [other.name for other in others], marks, view, keys):
         drawn = drawings(run, others, view, words, [kind for key in keys for kind in kinds if kind.key == key])
-        plots = [gr.Plot(value=drawing, visible=True) for drawing in drawn]
-        plots += [gr.Plot(visible=False)] * (NUM_CHARTS - len(drawn))
-        no_curves = gr.HTML(run_parts.empty(words("runs.no_curves")), visible=not kinds)
+        # A component is an update of more than its value, for which gradio builds it anew.
+        plots[: len(drawn)] = drawn
+        if is_new("places", len(drawn), bool(kinds)):
+            plots = [gr.Plot(value=drawing, visible=True) for drawing in drawn]
+            plots += [gr.Plot(visible=False)] * (NUM_CHARTS - len(drawn))
+            no_curves = gr.HTML(run_parts.empty(words("runs.no_curves")), visible=not kinds)
+    elif "places" in before:
+        now["places"] = before["places"]
     recipe, plan = gr.skip(), gr.skip()
     if is_new("recipe", _mark(run.path / "recipe.yaml"), _mark(run.path / "plan.yaml")):
         recipe, plan = recipe_of(run), plan_of(run, words)
@@ -296,6 +315,24 @@ def _reading(share: float, head: Any, words: Words) -> list[Any]:
     """Return the values to show until all events are read: partial curves would be taken for whole."""
     output = gr.HTML(run_parts.reading(share, words), visible=True)
     return ["", head, gr.skip(), output, *[gr.skip()] * (NUM_OTHERS - 4 + NUM_CHARTS)]
+
+
+def charts_mark(reader: tunekit.EventReader, *, is_over: bool) -> tuple[int, ...]:
+    """Return the state of a run by which its charts are drawn anew; that of a long run changes less often than it logs.
+
+    A step more of very many moves no curve that can be seen, and drawing and sending the charts of a run takes more
+    than all else on its page. When the run ends, they are drawn once more.
+
+    Args:
+        reader: Its events.
+        is_over: Whether it has ended.
+    """
+    grain = reader.num_events // MANY_EVENTS
+    if grain < 2 or not reader.series:
+        return reader.read_bytes, reader.num_events
+    newest = max(series.last.time for series in reader.series.values())
+    evaluations = (series.last.step for name, series in reader.series.items() if name.startswith("eval"))
+    return int(is_over), reader.num_events // grain, int(newest // REDRAW_SECONDS), *evaluations
 
 
 def drawings(

@@ -1,6 +1,7 @@
 """The page of the runs: a table of all, or with `?tag=TAG` of some, and with `?run=NAME` one of them."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import gradio as gr
@@ -68,7 +69,6 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
     stored, columns = kept_looks(), kept_columns()
     with gr.Column() as all_runs:
         listen = _build_table(site, words, columns)
-        devices_view.build(page, site, words, listen[0])
     with gr.Column(visible=False) as one_run:
         looks = run_view.build(page, site, words, run_name, tick, stored)
     table_tick, tags, shown_columns, update = listen
@@ -116,7 +116,8 @@ def _build_table(
         )  # fmt: skip
     output = gr.HTML(elem_id="runs-list", js_on_load=CHOOSING)
     plot = gr.Plot(visible=False, show_label=False, container=False, elem_id="runs-parallel", elem_classes="runs-chart")
-    seen_state = gr.Textbox("", visible=False)
+    devices = devices_view.build(words)
+    seen_state = gr.Textbox("{}", visible=False)
     tick = gr.Timer(site.tick_seconds, active=False)
 
     def fill(search: str, states: list[str], tags: list[str], order: Any, shown: list[str], seen: str) -> list[Any]:
@@ -129,25 +130,27 @@ def _build_table(
         keys_shown = columns_in(shown)
         page = table_of(sorted_lines, site, words, columns=keys_shown, fields=fields, **looked_for)
         drawing = plot_of(found(lines, **looked_for), [key for key in keys_shown if "." in key], fields, words)
-        mark = json.dumps([hash(page), all_tags, keys, hash(drawing)])
-        if mark == seen:
-            return [gr.skip()] * 6
-        return [
-            page,
-            gr.update(choices=all_tags),
-            gr.update(choices=_choices((*ORDERS, *(key for key in keys_shown if "." in key)), words)),
-            gr.update(choices=_choices((*COLUMNS, *keys), words)),
-            gr.Plot(
-                visible=drawing is not None,
-                **({} if drawing is None else {"value": PlotData(type="altair", plot=drawing)}),
-            ),
-            mark,
-        ]
+        orders = (*ORDERS, *(key for key in keys_shown if "." in key))
+        devices_now = devices_view.devices_html(site, words)
+        # What each output shows, and its update. Gradio builds a component anew for each browser to which it is sent as
+        # one, so they are sent where they change.
+        parts: dict[str, tuple[object, Callable[[], Any]]] = {
+            "page": (page, lambda: page),
+            "tags": (all_tags, lambda: gr.update(choices=all_tags)),
+            "order": (orders, lambda: gr.update(choices=_choices(orders, words))),
+            "columns": (keys, lambda: gr.update(choices=_choices((*COLUMNS, *keys), words))),
+            "plot": (drawing, lambda: _plot(drawing)),
+            "devices": (devices_now, lambda: devices_now),
+        }
+        now = {name: hash(repr(content)) for name, (content, _) in parts.items()}
+        before = json.loads(seen)
+        updates = [update() if before.get(name) != now[name] else gr.skip() for name, (_, update) in parts.items()]
+        return [*updates, json.dumps(now)]
 
     update: dict[str, Any] = {
         "fn": fill,
         "inputs": [search, states, tags, order, columns, seen_state],
-        "outputs": [output, tags, order, columns, plot, seen_state],
+        "outputs": [output, tags, order, columns, plot, devices, seen_state],
         "show_progress": "hidden",
         "trigger_mode": "always_last",
     }

@@ -1,4 +1,7 @@
-"""Cores, memory and GPUs that a run uses now, read once for all browsers."""
+"""Cores, memory and GPUs that a run uses now, read once for all browsers.
+
+Types are named in quotes: what measures is imported with the first reading, and not when the server starts.
+"""
 
 import threading
 import time
@@ -21,8 +24,8 @@ GIB = 2**30
 
 @dataclass
 class _Meter:
-    meter: tunekit.UsageMeter
-    usage: tunekit.Usage | None = None
+    meter: "tunekit.UsageMeter"
+    usage: "tunekit.Usage | None" = None
     time: float = float("-inf")
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -31,7 +34,7 @@ _meters: OrderedDict[Path, _Meter] = OrderedDict()
 _lock = threading.Lock()
 
 
-def usage_of(run: tunekit.Run) -> tunekit.Usage | None:
+def usage_of(run: tunekit.Run) -> "tunekit.Usage | None":
     """Return what a run uses on this host; None where nothing of it is here."""
     with _lock:
         cached = _meters.setdefault(run.path, _Meter(tunekit.UsageMeter(run)))
@@ -44,7 +47,7 @@ def usage_of(run: tunekit.Run) -> tunekit.Usage | None:
         return cached.usage
 
 
-def bars(usage: tunekit.Usage | None, words: Words) -> str:
+def bars(usage: "tunekit.Usage | None", words: Words) -> str:
     """Render the use of a host, a bar for each resource."""
     if usage is None:
         return ""

@@ -22,7 +22,7 @@ def texts_of(language: str) -> dict[str, str]:
     return {
         f"{path.stem}.{key}": text
         for path in sorted((LOCALES / language).glob("*.yaml"))
-        for key, text in yaml.safe_load(path.read_text(encoding="utf-8")).items()
+        for key, text in yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader).items()
     }
 
 

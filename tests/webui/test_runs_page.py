@@ -238,7 +238,10 @@ def test_a_run_is_shown_whole_and_then_only_what_changed(trained_run):
     _, head, warnings, *_ = looked(site, trained_run.name, seen)
     assert head == SKIP and "it &lt;b&gt;wobbles" in warnings.value
     smooth = looked(site, trained_run.name, seen, smoothing=0.5)
-    assert '"faint"' in smooth[4].value["plot"] and smooth[1] == SKIP
+    assert '"faint"' in smooth[4].plot and smooth[1] == SKIP
+    # The charts that are there stay, those that are not shown are told nothing of.
+    unused = smooth[4 + len(plots) : 4 + run_view.NUM_CHARTS]
+    assert smooth[3] == SKIP and unused and all(part == SKIP for part in unused)
 
 
 def test_no_run_and_a_run_from_elsewhere_are_told_in_words(workspace):
@@ -456,3 +459,30 @@ def test_a_run_from_a_terminal_appears_moves_and_is_there_after_a_reload(tmp_pat
         process.terminate()
         process.wait(timeout=LIMIT_SECONDS)
     page.locator("#runs-head .runs-interrupted").wait_for()
+
+
+def test_charts_of_a_long_run_that_goes_on_are_drawn_anew_by_its_share_and_not_by_its_steps(trained_run):
+    def mark(*, is_over=False):
+        with history_of(trained_run) as reader:
+            return run_view.charts_mark(reader, is_over=is_over)
+
+    def log(step, seconds, **values):
+        written(trained_run, ("log", {"step": step, "loss": 1.0, "time": 4e9 + seconds, **values}))
+
+    log(9, 0)
+    short = mark()
+    log(10, 0)
+    assert mark() != short
+    for step in range(11, 4 * run_view.MANY_EVENTS):
+        log(step, 0)
+    long = mark()
+    log(4 * run_view.MANY_EVENTS, 1)
+    assert mark() == long and mark(is_over=True) != long
+    log(4 * run_view.MANY_EVENTS + 1, run_view.REDRAW_SECONDS)
+    by_time = mark()
+    assert by_time != long
+    written(trained_run, ("eval", {"step": 4 * run_view.MANY_EVENTS + 1, "eval_loss": 2.0, "time": 4e9 + 11}))
+    assert mark() != by_time
+    for step in range(4 * run_view.MANY_EVENTS + 2, 4 * run_view.MANY_EVENTS + 12):
+        log(step, 11)
+    assert mark()[1] > long[1]
