@@ -92,7 +92,8 @@ def reading(share: float, words: Words) -> str:
 
 def head(run: tunekit.Run, line: Line, reader: tunekit.EventReader, words: Words) -> str:
     """The name of a run, what it is at, how far it is, and why it ended."""
-    facts = [line.method, line.model, words("runs.began", when=moment(line.started)), *line.tags]
+    began = words("runs.began", when=moment(line.started)) if line.started else ""
+    facts = [line.method, line.model, began, *line.tags]
     items = "".join(f"<li>{escape(fact)}</li>" for fact in facts if fact)
     reason = run.status()["exit_reason"]
     # A run that trained to its end needs no reason for it, and of one that failed a card tells more.

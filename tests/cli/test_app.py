@@ -55,6 +55,7 @@ def tunekit(folder, *arguments):
 
 def test_the_version_is_told(tmp_path):
     answer = tunekit(tmp_path, "--version")
+    assert tunekit(tmp_path, "-V").stdout == answer.stdout
     assert (answer.returncode, answer.stdout) == (0, f"tunekit {version('tunekit')}\n")
 
 

@@ -1,5 +1,6 @@
 """A check sees what training would refuse in the first row, and refuses nothing that transformers renders."""
 
+import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 from jinja2 import TemplateError
 
+import tunekit
 from tests.tiny import make_tokenizer, save_chats, save_tiny_model
 from tunekit.api import verbs
 from tunekit.data.sources.load import LoadedData
@@ -56,6 +58,15 @@ CONVERSATIONS = [
 ]
 
 
+def test_a_row_after_the_first_is_refused_as_well():
+    refusal = "{% if message.content == 'no' %}{{ raise_exception('never') }}{% endif %}"
+    text = f"{{% for message in messages %}}{refusal}{{% endfor %}}"
+    chats = [[{"role": "user", "content": word}, {"role": "assistant", "content": "x"}] for word in ("a", "b", "no")]
+    rows = Rows("messages", [{"messages": chat} for chat in chats], source="rows.jsonl", numbers=[1, 2, 3])
+    with pytest.raises(DataError, match=r"rows\.jsonl:3: the chat template rejects the row: never"):
+        check_first_rows(LoadedData((rows,), (), []), text, {}, set)
+
+
 @pytest.mark.sample(30)
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda file: file.stem)
 def test_a_template_refuses_here_what_it_refuses_in_transformers(template):
@@ -73,3 +84,22 @@ def test_a_template_refuses_here_what_it_refuses_in_transformers(template):
         except TypeError:
             pass
         check_first_rows(LoadedData((rows,), (), []), text, tokens, set)
+
+
+def test_a_check_refuses_what_has_no_loss_mask_as_training_does(tmp_path):
+    chat = [("system", "Be brief."), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    rows = [{"messages": [{"role": role, "content": text} for role, text in chat[start:]]} for start in (1, 0)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    tokens = ["[INST]", "[/INST]", "<s>", "</s>"]
+    recipe = {
+        "model": {"path": "pico", "chat_template": "mistral_v3", "add_special_tokens": tokens},
+        "data": {"train": str(tmp_path / "rows.jsonl"), "max_length": 64},
+        "output": {"dir": str(tmp_path / "run")},
+    }
+    messages = []
+    for function in (tunekit.check, tunekit.train):
+        with pytest.raises(DataError, match=r"rows\.jsonl:2: .*the assistant's tokens cannot be located") as raised:
+            function(recipe)
+        messages.append(str(raised.value))
+    assert messages[0] == messages[1]
+    tunekit.check(recipe, ["data.loss_on=last"])

@@ -238,7 +238,8 @@ BROKEN = {
             "train.global_batch_size, train.micro_batch_size and the number of devices\n"
             "recipe.yaml:9:3: train.bf16: unknown key; set model.dtype; mixed precision follows from it\n"
             "recipe.yaml:10:3: train.num_train_epochs: unknown key; use train.num_epochs\n"
-            "recipe.yaml:11:1: output_dir: unknown key; use output.dir"
+            "recipe.yaml:11:1: output_dir: unknown key; use output.dir\n"
+            "is this a configuration of another tool? `tunekit migrate recipe.yaml` converts it"
         ),
     ),
     "a_field_of_another_adapter": (

@@ -350,3 +350,16 @@ def test_reading_recipes_imports_no_torch_and_none_of_its_family(tmp_path: Path)
         [sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=tmp_path, env=environment
     )
     assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_a_file_of_another_tool_is_told_how_to_be_converted(tmp_path: Path) -> None:
+    foreign, own = tmp_path / "axolotl.yaml", tmp_path / "own.yaml"
+    foreign.write_text("base_model: pico\ndatasets: [{path: a.jsonl, type: alpaca}]\nsequence_len: 512\n")
+    own.write_text("model: pico\ndata: {train: a.jsonl}\nnum_epochs: 2\nsequence_len: 512\n")
+    question = f"is this a configuration of another tool? `tunekit migrate {foreign}` converts it"
+    with pytest.raises(RecipeError) as raised:
+        load_recipe(foreign)
+    assert str(raised.value).splitlines()[-1] == question
+    with pytest.raises(RecipeError) as raised:
+        load_recipe(own)
+    assert "another tool" not in str(raised.value)

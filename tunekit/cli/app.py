@@ -107,7 +107,7 @@ def _show_version(is_asked: bool) -> None:
 @app.callback()
 def _tunekit(
     version: Annotated[
-        bool, Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+        bool, Option("--version", "-V", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     pass

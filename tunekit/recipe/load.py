@@ -100,6 +100,10 @@ def _texts(section: Section, key: Key) -> Iterator[tuple[Key, str]]:
 
 
 _SUFFIXES = (".yaml", ".yml")
+
+MANY_UNKNOWN = 3
+"""Unknown sections from which on a file looks like a configuration of another tool."""
+
 _Secrets = Literal["anywhere", "in overrides", "nowhere"]
 """Where a recipe is looked through for secrets."""
 
@@ -182,9 +186,17 @@ def load_recipe_with_notes(
     secrets = secrets if find_functions else "nowhere"
     words = override_words(overrides)
     recipe, problems, notes = _check(_read(source), words, secrets, conflicts_of, find_functions=find_functions)
-    parse.raise_problems(problems)
+    parse.raise_problems(problems, _of_another_tool(source, problems))
     assert recipe is not None, "a recipe without problems is valid"
     return recipe, notes
+
+
+def _of_another_tool(source: object, problems: Sequence[Problem]) -> str | None:
+    """Return how to convert a file, if many of its sections are none of a recipe."""
+    unknown = {problem.key for problem in problems if len(problem.key) == 1 and problem.what == "unknown key"}
+    if not isinstance(source, str | Path) or len(unknown) < MANY_UNKNOWN:
+        return None
+    return f"is this a configuration of another tool? `tunekit migrate {source}` converts it"
 
 
 def as_plain(source: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Chat templates come with the model: what is said where they refuse, and a first look.
 
-A look at the first row of each source through the chat template, before anything heavy is loaded.
+A look at the first rows of each source through the chat template, before anything heavy is loaded.
 
-transformers renders templates with Jinja and a few names of its own. So does this, for one row, to see a refusal that
+transformers renders templates with Jinja and a few names of its own. So does this, for some rows, to see a refusal that
 the template itself speaks out (`raise_exception`); whatever else may go wrong is left to the run, which renders every
 row with transformers.
 """
@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tunekit.data.formats.messages import tools_of, unweighted
 from tunekit.data.formats.row_formats import Row
@@ -20,6 +20,12 @@ from tunekit.errors import DataError
 from tunekit.probe.chat_template import template_in_time
 from tunekit.recipe.chat_templates import fitting, missing_tokens, named_templates
 from tunekit.recipe.reading.parse import to_inline_yaml
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+NUM_CHECKED = 100
+"""Rows of each source that a plan renders."""
 
 
 def without_template(vocabulary: Collection[str]) -> DataError:
@@ -52,7 +58,7 @@ _MARKER = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
 def check_first_rows(
     data: LoadedData, template: str | None, tokens: Mapping[str, str], vocabulary: Callable[[], Collection[str]]
 ) -> None:
-    """Check that the first conversation of each source has a template that takes it.
+    """Check that the first conversations of each source have a template that takes them.
 
     Args:
         data: The rows.
@@ -63,13 +69,17 @@ def check_first_rows(
     Raises:
         DataError: There is no template, or it refuses a row.
     """
+    compiled = None if template is None else _compiled(template)
     for rows in (*data.train, *data.eval):
-        messages = _conversation(rows.rows[0])
-        if messages is None:
-            continue
-        if template is None:
-            raise without_template(vocabulary())
-        _check(messages, rows.rows[0].get("tools"), rows.place(0), template, tokens)
+        for index in range(min(NUM_CHECKED, len(rows))):
+            row = rows.rows[index]
+            messages = _conversation(row)
+            if messages is None:
+                continue
+            if template is None:
+                raise without_template(vocabulary())
+            if compiled is not None:
+                _check(messages, row.get("tools"), rows.place(index), compiled, tokens)
 
 
 def _conversation(row: Row) -> list[Row] | None:
@@ -79,8 +89,9 @@ def _conversation(row: Row) -> list[Row] | None:
     return unweighted(messages) or None
 
 
-def _check(messages: list[Row], tools: Any, place: str, template: str, tokens: Mapping[str, str]) -> None:
-    from jinja2 import FunctionLoader, TemplateError, TemplateNotFound
+def _compiled(template: str) -> "Template | None":
+    """Return a template as transformers compiles it; None of one that Jinja cannot read, which is left to the run."""
+    from jinja2 import FunctionLoader, TemplateError
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -97,10 +108,20 @@ def _check(messages: list[Row], tools: Any, place: str, template: str, tokens: M
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     plain = _MARKER.sub(lambda found: f"{{%{found[1]} {'endif' if found[2] else 'if true'} {found[3]}%}}", template)
+    try:
+        return environment.from_string(plain)
+    except TemplateError:
+        return None
+
+
+def _check(messages: list[Row], tools: Any, place: str, template: "Template", tokens: Mapping[str, str]) -> None:
+    """Refuse a conversation that a template does not take."""
+    from jinja2 import TemplateError, TemplateNotFound
+
     asks = messages[-1].get("role") != "assistant"
     with template_in_time(place):
         try:
-            environment.from_string(plain).render(
+            template.render(
                 messages=messages, tools=tools_of(tools) or None, documents=None, add_generation_prompt=asks, **tokens
             )
         except TemplateNotFound as error:

@@ -180,15 +180,19 @@ def mapped(value: Any, change: Callable[[Any, Key], Any], key: Key = ()) -> Any:
     return change(value, key)
 
 
-def raise_problems(problems: Iterable[Problem]) -> None:
+def raise_problems(problems: Iterable[Problem], closing: str | None = None) -> None:
     """Raise all problems as one error, in the order of the file, the command line last.
+
+    Args:
+        problems: The problems.
+        closing: A last line on all of them.
 
     Raises:
         RecipeError: There is at least one problem.
     """
     lines = [str(problem) for problem in sorted(problems, key=lambda problem: problem.place)]
     if lines:
-        raise RecipeError(redacted("\n".join(dict.fromkeys(lines))))
+        raise RecipeError(redacted("\n".join([*dict.fromkeys(lines), *([closing] if closing else [])])))
 
 
 MAX_BYTES = 256 * 1024
