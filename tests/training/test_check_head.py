@@ -20,6 +20,7 @@ from tests.training.engines import made, work_in
 from tunekit.errors import RunError
 from tunekit.estimates.layout import Layout
 from tunekit.methods.head import fused_heads, replace_heads
+from tunekit.recipe.methods.sft import SFTMethod
 from tunekit.runs.prepared_data import FILES
 from tunekit.runs.run import Run
 from tunekit.training import check_head
@@ -71,7 +72,7 @@ OTHERS = {
 
 WITH_TRLS = ["tunekit", "trl"]
 
-METHOD = SimpleNamespace(trainer_args={})
+METHOD = SFTMethod()
 PLAN = SimpleNamespace(
     dtype="float32", layout=Layout(), recipe=SimpleNamespace(data=SimpleNamespace(max_length=64), method=METHOD)
 )
