@@ -162,6 +162,13 @@ def answer(prompts, trainer):
     ids = trainer.processing_class.apply_chat_template(prompts, add_generation_prompt=True)['input_ids']
     ends = [[40 + place, 2] for place in range(len(prompts))]
     return {'prompt_ids': ids, 'completion_ids': ends, 'logprobs': [[0.0, 0.0] for _ in prompts]}
+
+
+def of_step(prompts, trainer):
+    first = trainer.accelerator.process_index * len(prompts) + 5 * trainer.state.global_step
+    answers = answer(prompts, trainer)
+    ends = [[40 + (first + place) % 40, 2] for place in range(len(prompts))]
+    return {**answers, 'completion_ids': ends}
 """
 
 
@@ -538,6 +545,27 @@ def test_a_rollout_function_generates_in_place_of_the_trainer(calling_model, hom
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"])
+def test_two_processes_learn_from_a_rollout_function_as_one(strategy, calling_model, home):
+    (home / "own_rollout.py").write_text(ROLLOUT)
+    own = {"rollout": "own_rollout:of_step", "rewards": ["own_tools:judge"]}
+    # Its gradients are those of all answers; a step of Adam would be one of their signs.
+    train = {"max_steps": 3, "global_batch_size": 8, "learning_rate": 1e-2, "optim": "sgd"}
+    logs, answers = [], []
+    for name, layout in (("one", {}), ("two", {"strategy": strategy, "num_processes": 2})):
+        wanted = recipe(home, STARTS, model=str(calling_model), method=own, train=train, parallel=layout)
+        run = tunekit.train({**wanted, "output": {"dir": str(home / name), "sample_prompts": []}})
+        logs.append([event for event in run.events() if event["event"] == "log"])
+        answers.append(sorted(json.loads(line)["ids"] for line in (home / "judged.jsonl").read_text().splitlines()))
+        (home / "judged.jsonl").unlink()
+    assert answers[0] == answers[1] and len(answers[0]) == 24
+    for key in ("reward", "grad_norm", "loss"):
+        one, two = ([event[key] for event in log] for log in logs)
+        assert len(one) == 3 and two == pytest.approx(one, rel=1e-4, abs=1e-6), key
+    assert min(event["grad_norm"] for event in logs[0]) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"])
 def test_processes_with_turns_of_their_own_wait_for_each_other(strategy, calling_model, home):
     """The tiny model leaves its answers after any number of turns; all processes end with one and the same model."""
     layout = {"strategy": strategy, "num_processes": 2}
@@ -616,8 +644,10 @@ def test_tools_whose_environment_cannot_start_leave_no_process(home):
 
 
 @pytest.mark.slow
-def test_a_run_with_episodes_resumes_to_the_same_weights(calling_model, home):
-    own = {"environment": "own_tools:Counting", "rewards": ["own_tools:judge"]}
+@pytest.mark.parametrize("generation", [{"environment": "own_tools:Counting"}, {"rollout": "own_rollout:of_step"}])
+def test_a_run_with_episodes_or_a_rollout_function_resumes_to_the_same_weights(generation, calling_model, home):
+    (home / "own_rollout.py").write_text(ROLLOUT)
+    own = {**generation, "rewards": ["own_tools:judge"]}
     train = {"max_steps": 4, "global_batch_size": 8, "learning_rate": 1e-3, "save_steps": 2}
     wanted = recipe(home, STARTS, model=str(calling_model), method=own, train=train)
     whole = tunekit.train({**wanted, "output": {"dir": str(home / "whole"), "sample_prompts": []}})
