@@ -1,6 +1,5 @@
 """A check sees what training would refuse in the first row, and refuses nothing that transformers renders."""
 
-import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,7 +7,6 @@ from pathlib import Path
 import pytest
 from jinja2 import TemplateError
 
-import tunekit
 from tests.tiny import make_tokenizer, save_chats, save_tiny_model
 from tunekit.api import verbs
 from tunekit.data.sources.load import LoadedData
@@ -84,22 +82,3 @@ def test_a_template_refuses_here_what_it_refuses_in_transformers(template):
         except TypeError:
             pass
         check_first_rows(LoadedData((rows,), (), []), text, tokens, set)
-
-
-def test_a_check_refuses_what_has_no_loss_mask_as_training_does(tmp_path):
-    chat = [("system", "Be brief."), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
-    rows = [{"messages": [{"role": role, "content": text} for role, text in chat[start:]]} for start in (1, 0)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    tokens = ["[INST]", "[/INST]", "<s>", "</s>"]
-    recipe = {
-        "model": {"path": "pico", "chat_template": "mistral_v3", "add_special_tokens": tokens},
-        "data": {"train": str(tmp_path / "rows.jsonl"), "max_length": 64},
-        "output": {"dir": str(tmp_path / "run")},
-    }
-    messages = []
-    for function in (tunekit.check, tunekit.train):
-        with pytest.raises(DataError, match=r"rows\.jsonl:2: .*the assistant's tokens cannot be located") as raised:
-            function(recipe)
-        messages.append(str(raised.value))
-    assert messages[0] == messages[1]
-    tunekit.check(recipe, ["data.loss_on=last"])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tunekit.data.formats.row_formats import learner_of
 from tunekit.data.sources.load import LoadedData, load_data
-from tunekit.data.tokenization.chat import NUM_CHECKED, check_first_rows
+from tunekit.data.tokenization.chat import check_first_rows
 from tunekit.errors import ModelError, PlanError
 from tunekit.estimates.facts import Hardware, ModelFacts
 from tunekit.estimates.hardware.machines import find_machine
@@ -29,7 +29,7 @@ from tunekit.recipe.sections.model import ModelSection
 from tunekit.runs.available_actions import ENDED_EARLY, can_go_on
 from tunekit.runs.fingerprints import continued, settled
 from tunekit.runs.kept_inputs import with_inputs_of
-from tunekit.runs.prepared_data import absolute, counted_facts, media_in, tokenizers_of
+from tunekit.runs.prepared_data import absolute, counted_facts
 from tunekit.runs.record import free_bytes, place_of_run, recorded_runs
 from tunekit.runs.run import Run, list_runs
 
@@ -137,28 +137,6 @@ class Lookup:
         template = chat_template_of(recipe.model)
         if template is not None:
             check_first_rows(self.data(recipe), *template, partial(vocabulary_of, recipe.model))
-        self._checked.add(key)
-
-    def check_tokens(self, recipe: Recipe) -> None:
-        """Tokenize the first rows with the loss mask of training, and compare a teacher's tokenizer with the model's.
-
-        Rows of methods whose trainer tokenizes them, and rows with media, are left to the run.
-
-        Raises:
-            DataError: A row has no mask, or nothing in it is trained on.
-            ModelError: A tokenizer cannot be read, or the teacher has another one.
-        """
-        data = self.data(recipe)
-        is_tokenized = recipe.method.spec.trains_on == "tokens" and not media_in(data)
-        key = "tokens of " + recipe.model.model_dump_json() + recipe.method.model_dump_json() + self._key(recipe)
-        if key in self._checked or not (is_tokenized or has_teacher(recipe.method)):
-            return
-        tokenizer, _ = tokenizers_of(recipe)
-        if is_tokenized:
-            from tunekit.data.tokenization.encode import Encoder
-
-            for rows in (*data.train, *data.eval):
-                Encoder(rows, tokenizer).encode(rows, range(min(NUM_CHECKED, len(rows))))
         self._checked.add(key)
 
     @staticmethod

@@ -35,7 +35,7 @@ from tunekit.probe.model import probe_model
 from tunekit.probe.nodes import with_started
 from tunekit.process.log_capture import library_words_to
 from tunekit.recipe.load import AnyOverrides
-from tunekit.recipe.methods import generates, is_rewarded, list_methods
+from tunekit.recipe.methods import generates, has_teacher, is_rewarded, list_methods
 from tunekit.recipe.methods.on_policy import RewardedMethod
 from tunekit.recipe.reading.phrases import any_of
 from tunekit.recipe.schema import Recipe
@@ -55,6 +55,7 @@ from tunekit.runs.prepared_data import (
     record,
     report_on_rows,
     save_sample_prompts,
+    tokenizers_of,
 )
 from tunekit.runs.record import claimed, disk_errors, free_bytes, place_of_run
 from tunekit.runs.run import Run, check_free, find_run, runs_named
@@ -217,7 +218,8 @@ def check_recipe(recipe: Recipe, lookup: Lookup) -> tuple[Plan, list[str]]:
     data = lookup.data(recipe)
     _check_rewards(recipe, data)
     with library_words_to(StringIO()):
-        lookup.check_tokens(recipe)
+        if has_teacher(recipe.method):
+            tokenizers_of(recipe)
         if generates(recipe.method):
             answered_rows(recipe.method, data, partial(load_tokenizer, recipe.model))
     return planned, data.notes
