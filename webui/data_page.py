@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from html import escape
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
@@ -119,9 +120,7 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
             saved = save_uploads(site, files)
         except tunekit.TunekitError as error:
             return [gr.skip(), *_shown(words, fields, status=told(error))]
-        name = saved.relative_to(site.root.resolve()).as_posix()
-        request = replace(anew(fields.asked(*values)), path=name)
-        return [gr.Dropdown(choices=choices(site), value=name), *_look(site, words, fields, request, 0)]
+        return written(anew(fields.asked(*values)), saved)
 
     def drop_bad(*values: Any) -> list[Any]:
         return save(fields.asked(*values), {})
@@ -143,7 +142,11 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
         except tunekit.TunekitError as error:
             return [gr.skip(), *_shown(words, fields, status=told(error))]
         # Its columns are the same, and so is what they are read as.
-        request = replace(source, path=place.relative_to(site.root.resolve()).as_posix())
+        return written(source, place)
+
+    def written(source: Asked, file: Path) -> list[Any]:
+        """Look at a file of the workspace that was just written."""
+        request = replace(source, path=file.relative_to(site.root.resolve()).as_posix())
         return [gr.Dropdown(choices=choices(site), value=request.path), *_look(site, words, fields, request, 0)]
 
     def offer(*values: Any) -> list[Any]:
@@ -176,6 +179,7 @@ def _look(site: Site, words: Words, fields: Fields, asked: Asked, start: int) ->
     is_end = last >= preview.num_rows and (preview.is_whole or preview.problem is not None)
     total = f"{preview.num_rows:,}" + ("" if preview.is_whole else "+")
     where = words("data.rows_of", first=f"{start + 1:,}", last=f"{last:,}", total=total) if preview.rows else ""
+    is_tried = bool(preview.rows) and methods()[preview.method].is_rewarded
     needs_mapping = preview.problem is not None and not asked.origin
     return _shown(
         words,
@@ -194,7 +198,8 @@ def _look(site: Site, words: Words, fields: Fields, asked: Asked, start: int) ->
         use=data_view.use_link(words, _new_run(site, words, asked)) if preview.problem is None else "",
         address=site.link(words.language, "data", **address_of(asked)),
         measuring=gr.Column(visible=bool(preview.rows) and preview.problem is None),
-        trial=gr.Column(visible=bool(preview.rows) and methods()[preview.method].is_rewarded),
+        trial=gr.Column(visible=is_tried),
+        pairs=gr.update(choices=[(words("data.no_pairs"), ""), *choices(site)]) if is_tried else gr.skip(),
         **({"said": gr.skip(), "chart": gr.skip(), "numbers": gr.skip(), "tried": gr.skip()} if start else {}),
         found=fields.update(asked, preview),
     )
@@ -227,6 +232,7 @@ def _shown(words: Words, fields: Fields, *, found: list[Any] | None = None, **gi
         "chart": gr.update(visible=False),
         "numbers": "",
         "trial": gr.Column(visible=False),
+        "pairs": gr.skip(),
         "tried": "",
         "corrections": gr.Column(visible=False),
     }
@@ -357,10 +363,10 @@ def _build_rewards(site: Site, words: Words, fields: Fields) -> list[Any]:
         gr.Markdown(f"## {words('data.try_title')}\n{words('data.try_help')}")
         if site.read_only:
             gr.HTML(f"<p class='data-soft'>{words('data.try_read_only')}</p>", elem_id="data-trial-read-only")
-            return [trial, gr.HTML(visible=False)]
+            return [trial, gr.Dropdown(visible=False), gr.HTML(visible=False)]
         number = gr.Slider(1, 20, value=4, step=1, label=words("data.num_prompts"), elem_id="data-prompts")
         pairs = gr.Dropdown(
-            [(words("data.no_pairs"), ""), *((name, name) for name in choices(site))],
+            [(words("data.no_pairs"), "")],
             value="",
             label=words("data.pairs"),
             info=words("data.pairs_help"),
@@ -396,4 +402,4 @@ def _build_rewards(site: Site, words: Words, fields: Fields) -> list[Any]:
         run, [number, pairs, *fields.inputs], [attempt, cancel, message], show_progress="hidden", concurrency_limit=2
     )
     cancel.click(_cancel, None, None, show_progress="hidden", concurrency_limit=None)
-    return [trial, message]
+    return [trial, pairs, message]

@@ -292,16 +292,15 @@ def _changed(
     selection: Any = gr.skip()
     if is_new("selection", kinds, keys):
         selection = gr.update(choices=[(kind.title(words), kind.key) for kind in kinds], value=keys)
-    if is_new("charts", [other.name for other in others], marks, view, keys):
+    is_moved = is_new("places", len(keys), bool(kinds))
+    if is_new("charts", [other.name for other in others], marks, view, keys) or is_moved:
         drawn = drawings(run, others, view, words, [kind for key in keys for kind in kinds if kind.key == key])
         # A component is an update of more than its value, for which gradio builds it anew.
         plots[: len(drawn)] = drawn
-        if is_new("places", len(drawn), bool(kinds)):
+        if is_moved:
             plots = [gr.Plot(value=drawing, visible=True) for drawing in drawn]
             plots += [gr.Plot(visible=False)] * (NUM_CHARTS - len(drawn))
             no_curves = gr.HTML(run_parts.empty(words("runs.no_curves")), visible=not kinds)
-    elif "places" in before:
-        now["places"] = before["places"]
     recipe, plan = gr.skip(), gr.skip()
     if is_new("recipe", _mark(run.path / "recipe.yaml"), _mark(run.path / "plan.yaml")):
         recipe, plan = recipe_of(run), plan_of(run, words)

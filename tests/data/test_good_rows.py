@@ -40,10 +40,10 @@ def test_invalid_rows_are_shown_and_copied_in_their_places_once_they_are_correct
     source, to = tmp_path / "rows.jsonl", tmp_path / "good.jsonl"
     broken = json.dumps(GOOD[1])[:-1]
     source.write_text("\n".join([json.dumps(GOOD[0]), "", broken, json.dumps(BAD), json.dumps(GOOD[2])]))
-    found = tunekit.invalid_rows({"model": "pico", "data": {"train": str(source)}})
-    assert [(row.number, row.text) for row in found] == [(3, broken), (4, json.dumps(BAD))]
-    assert found[0].place.startswith(f"{source}:3:") and "invalid JSON" in found[0].reason
-    assert tunekit.invalid_rows({"model": "pico", "data": {"train": str(source)}}, most=1) == found[:1]
+    rows = tunekit.invalid_rows({"model": "pico", "data": {"train": str(source)}})
+    assert [(row.number, row.text) for row in rows] == [(3, broken), (4, json.dumps(BAD))]
+    assert rows[0].place.startswith(f"{source}:3:") and "invalid JSON" in rows[0].reason
+    assert tunekit.invalid_rows({"model": "pico", "data": {"train": str(source)}}, most=1) == rows[:1]
     recipe = {"model": "pico", "data": {"train": str(source)}}
     result = tunekit.save_good_rows(recipe, path=to, corrected={3: GOOD[1], 4: {"messages": "still"}})
     assert rows_of(to) == GOOD and (result.num_rows, result.num_bad) == (3, 1)

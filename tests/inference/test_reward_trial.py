@@ -193,8 +193,8 @@ PAIRS = (("double 1", "1 2", "12 34"), ("double 2", "1", "a"), ("double 4", "12"
 
 def test_pairs_are_ranked_by_each_reward_and_by_their_sum(here):
     save_pairs(*PAIRS)
-    asked = recipe({"type": "function", "path": "trial_rewards:texts_low", "weight": 2}, "trial_rewards:some")
-    trial = tunekit.rank_pairs(asked, pairs="pairs.jsonl")
+    rewarded = recipe({"type": "function", "path": "trial_rewards:texts_low", "weight": 2}, "trial_rewards:some")
+    trial = tunekit.rank_pairs(rewarded, pairs="pairs.jsonl")
     low, some = trial.rewards
     assert (low.name, low.weight, low.accuracy, low.ties, low.num_compared) == ("texts_low", 2.0, 0.5, 0.25, 4)
     assert low.margin == pytest.approx((-2 + 1 + 0 + 2) / 4)
@@ -203,7 +203,7 @@ def test_pairs_are_ranked_by_each_reward_and_by_their_sum(here):
     assert [pair.margin for pair in trial.pairs] == [-4.0, 2.0, 0.0, 4.0 + 1.0]
     assert [pair.place for pair in trial.confused(5)] == ["pairs.jsonl:1"]
     assert trial.pairs[3].chosen_values == (3.0, 1.0) and trial.pairs[3].rejected_values == (1.0, None)
-    assert tunekit.rank_pairs(asked, pairs="pairs.jsonl", num_pairs=2).pairs == trial.pairs[:2]
+    assert tunekit.rank_pairs(rewarded, pairs="pairs.jsonl", num_pairs=2).pairs == trial.pairs[:2]
 
 
 def test_conversations_are_ranked_as_the_trainer_passes_them(here):

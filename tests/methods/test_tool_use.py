@@ -552,8 +552,8 @@ def test_two_processes_learn_from_a_rollout_function_as_one(strategy, calling_mo
     train = {"max_steps": 3, "global_batch_size": 8, "learning_rate": 1e-2, "optim": "sgd"}
     logs, answers = [], []
     for name, layout in (("one", {}), ("two", {"strategy": strategy, "num_processes": 2})):
-        wanted = recipe(home, STARTS, model=str(calling_model), method=own, train=train, parallel=layout)
-        run = tunekit.train({**wanted, "output": {"dir": str(home / name), "sample_prompts": []}})
+        grpo = recipe(home, STARTS, model=str(calling_model), method=own, train=train, parallel=layout)
+        run = tunekit.train({**grpo, "output": {"dir": str(home / name), "sample_prompts": []}})
         logs.append([event for event in run.events() if event["event"] == "log"])
         answers.append(sorted(json.loads(line)["ids"] for line in (home / "judged.jsonl").read_text().splitlines()))
         (home / "judged.jsonl").unlink()

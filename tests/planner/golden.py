@@ -162,10 +162,10 @@ def memory() -> dict[str, dict[str, object]]:
     recipes: dict[str, dict[str, object]] = {}
     for path in sorted(root.rglob("*.yaml")):
         name = path.relative_to(root).with_suffix("").as_posix()
-        asked = load_recipe(path)
-        is_small = facts(asked).num_params < SMALL_MODEL
-        smallest = next((size for size in GPU_SIZES if fits(asked, size)), None)
-        recipes[name] = {"method": asked.method.type, "gpu_gb": 0 if is_small else smallest}
+        shipped = load_recipe(path)
+        is_small = facts(shipped).num_params < SMALL_MODEL
+        smallest = next((size for size in GPU_SIZES if fits(shipped, size)), None)
+        recipes[name] = {"method": shipped.method.type, "gpu_gb": 0 if is_small else smallest}
     return recipes
 
 

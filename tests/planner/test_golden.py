@@ -25,14 +25,14 @@ def test_what_is_decided_for_shipped_recipes_is_what_was():
 
 @pytest.mark.parametrize("shipped", list_recipes(), ids=lambda shipped: shipped.name)
 def test_the_memory_of_a_shipped_recipe_is_what_the_planner_says_today(shipped):
-    asked = load_recipe(shipped.name)
-    assert shipped.method == asked.method.type
+    loaded = load_recipe(shipped.name)
+    assert shipped.method == loaded.method.type
     if shipped.gpu_gb == 0:
-        assert facts(asked).num_params < SMALL_MODEL
+        assert facts(loaded).num_params < SMALL_MODEL
         return
     place = len(GPU_SIZES) if shipped.gpu_gb is None else GPU_SIZES.index(shipped.gpu_gb)
-    assert all(fits(asked, size) for size in GPU_SIZES[place : place + 1])
-    assert not any(fits(asked, size) for size in GPU_SIZES[max(place - 1, 0) : place])
+    assert all(fits(loaded, size) for size in GPU_SIZES[place : place + 1])
+    assert not any(fits(loaded, size) for size in GPU_SIZES[max(place - 1, 0) : place])
 
 
 def test_every_shipped_recipe_has_a_golden_plan_on_six_machines_or_more(planned):

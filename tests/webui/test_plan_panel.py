@@ -131,8 +131,8 @@ def test_the_effect_of_an_edit_is_told_in_the_plan_and_at_its_field(site):
     brief, *_, notes, seen = edited(site, seen, f"{LARGE}train: {{micro_batch_size: 1}}\n")
     assert re.search(r"<code>train.micro_batch_size</code>: .*Memory [0-9.]+ GiB → [0-9.]+ GiB", brief)
     assert '#form-train-micro_batch_size::after{content:"Last edit: Memory' in notes
-    kept = edited(site, seen, f"# a comment\n{LARGE}train: {{micro_batch_size: 1}}\n")
-    assert kept[-1].effect == seen.effect
+    commented = edited(site, seen, f"# a comment\n{LARGE}train: {{micro_batch_size: 1}}\n")
+    assert commented[-1].effect == seen.effect
     on_another = edited(site, seen, f"{LARGE}train: {{micro_batch_size: 1}}\n", "h200")
     assert not on_another[-1].effect
     large = "train: {micro_batch_size: 8, gradient_checkpointing: false}\nparallel: {num_processes: 1}\n"

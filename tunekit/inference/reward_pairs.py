@@ -1,6 +1,5 @@
 """Rewards tried on pairs of answers: which of them each reward prefers to the one that people chose."""
 
-import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tunekit.data.formats.row_formats import Row
 from tunekit.data.sources.rows import Rows
 from tunekit.errors import DataError
+from tunekit.inference.reward_trial import weighted
 from tunekit.methods.rewards.answers import text_of
 from tunekit.methods.rewards.load import check_rows, load_rewards, reward_arguments
 from tunekit.recipe.sections.rewards import Reward
@@ -125,10 +125,7 @@ def rank_pairs(
         if on_progress is not None:
             on_progress("rewards", len(columns), len(functions))
     weights = [reward.weight for reward in rewards]
-    totals = [
-        math.fsum(weight * value for weight, value in zip(weights, values, strict=True) if value is not None)
-        for values in zip(*columns, strict=True)
-    ]
+    totals = [weighted(weights, values) for values in zip(*columns, strict=True)]
     ranked = [
         RankedPair(
             place=places[number],

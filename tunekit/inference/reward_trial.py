@@ -323,7 +323,7 @@ def _played(
             num_tokens=episode.num_tokens,
             is_truncated=episode.is_truncated,
             values=episode.values,
-            total=_weighted(played.weights, episode.values),
+            total=weighted(played.weights, episode.values),
             num_calls=episode.num_calls,
             is_lost=episode.is_lost,
             step_rewards=episode.step_rewards,
@@ -353,7 +353,7 @@ def _played(
     )
 
 
-def _weighted(weights: Sequence[float], values: Sequence[float | None]) -> float:
+def weighted(weights: Sequence[float], values: Sequence[float | None]) -> float:
     """Return the sum of rewards by weight."""
     return math.fsum(weight * value for weight, value in zip(weights, values, strict=True) if value is not None)
 
@@ -431,7 +431,7 @@ def _groups(
     answers = []
     for text, ids, values in zip(batch["completions"], batch["completion_ids"], zip(*judged, strict=True), strict=True):
         is_truncated = len(ids) == method.max_completion_length and ids[-1] != end
-        answers.append(Answer(text_of(text), len(ids), is_truncated, values, _weighted(weights, values)))
+        answers.append(Answer(text_of(text), len(ids), is_truncated, values, weighted(weights, values)))
     return [
         Group(prompt.place, text_of(prompt.row["prompt"]), tuple(answers[place * size : (place + 1) * size]))
         for place, prompt in enumerate(prompts)

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +112,7 @@ def invalid_rows(source: CompleteSource, learner: Learner, most: int) -> list[In
         if bad is not None and (bad.place == where or bad.place.startswith(f"{where}:")):
             rows.append(InvalidRow(record.number, bad.place, bad.reason, _text_of(record.value)))
             bad = next(skipped, None)
-    return list(islice(rows, most))
+    return rows[:most]
 
 
 def _text_of(value: object) -> str:

@@ -167,7 +167,7 @@ class OnPolicyMethod(MethodSection):
         return 1
 
     @property
-    def acting(self) -> "ActingMethod | None":
+    def acting(self) -> ActingMethod | None:
         """The method itself if the model calls tools or acts in an environment; else None."""
         return None
 
