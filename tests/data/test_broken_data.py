@@ -570,13 +570,13 @@ def here(tmp_path, monkeypatch):
 
 def test_a_misspelt_file_name_is_recognised(here):
     assert refusal(train="chats.jsnl") == (
-        "data.train.path: no file 'chats.jsnl' in the working directory; did you mean 'chats.jsonl'?"
+        "data.train.path: no file 'chats.jsnl' in the working directory or the recipe's folder; did you mean 'chats.jsonl'?"
     )
     assert refusal(train="./chat.jsonl") == (
-        "data.train.path: no file './chat.jsonl' in the working directory; did you mean 'chats.jsonl'?"
+        "data.train.path: no file './chat.jsonl' in the working directory or the recipe's folder; did you mean 'chats.jsonl'?"
     )
     assert refusal(train="org/chats.jsonl") == (
-        "data.train.path: no file 'org/chats.jsonl'; folder 'org' does not exist"
+        "data.train.path: no file 'org/chats.jsonl'; folder 'org' does not exist in the working directory or the recipe's folder"
     )
 
 
@@ -685,7 +685,7 @@ def test_a_file_that_is_no_arrow_file_is_refused(here):
 
 def test_the_eval_source_is_named_by_its_own_key(here):
     assert refusal(train="chats.jsonl", eval="other.csv") == (
-        "data.eval.path: no file 'other.csv' in the working directory"
+        "data.eval.path: no file 'other.csv' in the working directory or the recipe's folder"
     )
 
 

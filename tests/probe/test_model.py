@@ -255,7 +255,7 @@ def test_a_hub_name_without_network_is_one_line_and_no_retry(probe, tmp_path):
     code = f"try: {probe}(ModelSection(path='some-org/some-model'))\nexcept ModelError as error: print(error)"
     assert without_network(tmp_path, code) == (
         "model.path: 'some-org/some-model' is not a folder here, and the Hub cannot be reached; "
-        "set it to a local folder, or connect to the network"
+        "set it to a folder of the working directory or the recipe's folder, or connect to the network"
     )
 
 

@@ -31,12 +31,12 @@ def test_a_template_has_a_source_and_is_jinja(name):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("chatlm", "'chatlm' is neither a known chat template nor a file in HERE; did you mean chatml?"),
-        ("Qwen2.5", "'Qwen2.5' is neither a known chat template nor a file in HERE; did you mean qwen2_5, qwen3?"),
-        ("gpt-oss", "'gpt-oss' is neither a known chat template nor a file in HERE; did you mean gptoss?"),
+        ("chatlm", "'chatlm' is neither a known chat template nor a file in HERE or the recipe's folder; did you mean chatml?"),
+        ("Qwen2.5", "'Qwen2.5' is neither a known chat template nor a file in HERE or the recipe's folder; did you mean qwen2_5, qwen3?"),
+        ("gpt-oss", "'gpt-oss' is neither a known chat template nor a file in HERE or the recipe's folder; did you mean gptoss?"),
         (
             "xyz",
-            "'xyz' is neither a known chat template nor a file in HERE; set it to a Jinja file, or to one of chatml,",
+            "'xyz' is neither a known chat template nor a file in HERE or the recipe's folder; set it to a Jinja file, or to one of chatml,",
         ),
     ],
 )

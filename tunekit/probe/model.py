@@ -439,7 +439,7 @@ def _hub_errors(model: ModelSection) -> Iterator[None]:
     except (LocalEntryNotFoundError, OSError) as error:
         raise _HubError(
             f"model.path: {name!r} is not a folder here, and the Hub cannot be reached",
-            hint="set it to a local folder, or connect to the network",
+            hint="set it to a folder of the working directory or the recipe's folder, or connect to the network",
         ) from error
 
 

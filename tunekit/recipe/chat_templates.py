@@ -85,7 +85,7 @@ def unknown_words(template: str) -> tuple[str, str]:
     """Return what is wrong with a name that is no template's, and a hint with those like it."""
     near = difflib.get_close_matches(template.lower().replace("-", "_"), named_templates(), n=_NUM_NEAR)
     names = ", ".join(near or named_templates())
-    problem = f"{template!r} is neither a known chat template nor a file in {Path.cwd()}"
+    problem = f"{template!r} is neither a known chat template nor a file in {Path.cwd()} or the recipe's folder"
     return problem, f"did you mean {names}?" if near else f"set it to a Jinja file, or to one of {names}"
 
 

@@ -31,6 +31,7 @@ from tunekit.recipe.chat_templates import named_template
 from tunekit.recipe.function_source import path_of
 from tunekit.recipe.functions import find_function
 from tunekit.recipe.reading import parse
+from tunekit.recipe.reading.input_paths import find_in_folder
 from tunekit.recipe.reading.overrides import Overrides, escape_environment, expand_environment, spell_out
 from tunekit.recipe.reading.parse import Fault, Key, Place, Places, Problem, YAMLProblem, dotted
 from tunekit.recipe.reading.phrases import show
@@ -185,7 +186,10 @@ def load_recipe_with_notes(
     secrets: _Secrets = "in overrides" if isinstance(source, Recipe) else "anywhere"
     secrets = secrets if find_functions else "nowhere"
     words = override_words(overrides)
-    recipe, problems, notes = _check(_read(source), words, secrets, conflicts_of, find_functions=find_functions)
+    draft = _read(source)
+    if not find_functions:
+        draft.folder = None  # a run's recipe names what its run read
+    recipe, problems, notes = _check(draft, words, secrets, conflicts_of, find_functions=find_functions)
     parse.raise_problems(problems, _of_another_tool(source, problems))
     assert recipe is not None, "a recipe without problems is valid"
     return recipe, notes
@@ -288,6 +292,9 @@ def _check(
     laid.apply(list(overrides))
     values, unexpanded = expand_environment(draft.values, draft.places)
     problems = [*draft.problems, *laid.problems, *unexpanded]
+    if draft.folder is not None:
+        values, notes = find_in_folder(values, draft.folder, laid.commanded)
+        laid.notes += notes
     if secrets != "nowhere":
         problems += find_secrets(draft.values, draft.places, laid.commanded if secrets == "in overrides" else None)
     recipe, invalid = _validate(values, draft.places)
@@ -322,6 +329,9 @@ class _Draft:
     """Whether it has values at all: where it has not, the problems say why."""
 
     is_empty: bool = False
+
+    folder: Path | None = None
+    """Folder of its file, where relative paths are looked up after the working directory."""
 
 
 def _read(source: str | Path | Mapping[str, Any] | Recipe) -> _Draft:
@@ -366,7 +376,9 @@ def _plain(value: Any, key: Key, problems: list[Problem]) -> Any:
 def _read_file(source: str | Path) -> _Draft:
     path = _find(source)
     text = _read_text(path, str(source))
-    return _draft(text, Place(0, 1, 1, str(source)), _safe_name(path.stem, otherwise="recipe"))
+    draft = _draft(text, Place(0, 1, 1, str(source)), _safe_name(path.stem, otherwise="recipe"))
+    draft.folder = path.parent
+    return draft
 
 
 def _draft(text: str, start: Place, name: str | None) -> _Draft:

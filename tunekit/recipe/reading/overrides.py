@@ -22,6 +22,7 @@ from pydantic.fields import FieldInfo
 
 from tunekit.recipe import schema
 from tunekit.recipe.reading import parse
+from tunekit.recipe.reading.input_paths import takes_path
 from tunekit.recipe.reading.parse import COMMAND_LINE, Key, Places, Problem, YAMLProblem, dotted
 from tunekit.recipe.reading.wording import unknown_key
 from tunekit.recipe.schema import Recipe, holders_along, sections_of, takes_list, takes_one
@@ -294,14 +295,7 @@ class _Expansion:
         """Expand a plain value of the recipe."""
         if not isinstance(value, str) or not ("${" in value or value.startswith("~")):
             return value
-        path = holders_along(key, self.values)
-        is_path = len(path) == len(key) and all(schema.expands_env(holder.field) for holder in path[-1])
-        at: Any = self.values
-        for part, holders in zip(key, path, strict=False):
-            # A section whose tag names another variant, or none, does not have the field.
-            is_path = is_path and (isinstance(part, int) or schema.tag_of(holders[0].section) in (None, at.get(TAG)))
-            at = at[part]
-        return self.path(value, key) if is_path else self.plain(value, key)
+        return self.path(value, key) if takes_path(key, self.values) else self.plain(value, key)
 
     def path(self, text: str, key: Key) -> str:
         """A path with its variables and its home folder filled in."""

@@ -51,9 +51,10 @@ class DataSource(Section):
 
     path: Annotated[str, Field(min_length=1, json_schema_extra=EXPANDS_ENV)]
     """Local file (.jsonl, .json, .csv, .tsv, .parquet, .arrow, .feather, .txt; text formats also as .gz or .zst)
-    relative to the working directory, folder of files of one kind, glob pattern (`chats/*.jsonl`), `example:NAME` for a
-    file shipped with tunekit, URL (`https://...`, `s3://...`, `gs://...`, `hf://...`; patterns where files can be
-    listed), or dataset name on the Hugging Face Hub. In a .txt file, two blank lines start a new document."""
+    relative to the working directory or else to the recipe's folder, folder of files of one kind, glob pattern
+    (`chats/*.jsonl`), `example:NAME` for a file shipped with tunekit, URL (`https://...`, `s3://...`, `gs://...`,
+    `hf://...`; patterns where files can be listed), or dataset name on the Hugging Face Hub. In a .txt file, two blank
+    lines start a new document."""
 
     name: str | None = None
     """Configuration of a Hub dataset."""
