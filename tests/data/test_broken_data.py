@@ -343,10 +343,21 @@ CASES = {
         messages(TURN, '{"role":"assistant","content":null}'),
         "chats.jsonl:1: messages[1].content must be a string, got null",
     ),
-    "content_in_parts": (
+    "content_in_parts_of_no_text": (
         "chats.jsonl",
-        messages('{"role":"user","content":[{"type":"text","text":"hi"}]}'),
-        "chats.jsonl:1: messages[0].content must be a string, got a list; content parts are not supported",
+        messages('{"role":"user","content":[{"type":"text","text":"hi"},{"type":"refusal","refusal":"no"}]}'),
+        "chats.jsonl:1: messages[0].content[1] is of type refusal, but only text, images, audio clips and "
+        "videos are supported",
+    ),
+    "part_without_a_text": (
+        "chats.jsonl",
+        messages('{"role":"user","content":[{"type":"text"}]}'),
+        "chats.jsonl:1: messages[0].content[0].text must be a string, got null",
+    ),
+    "system_and_developer": (
+        "chats.jsonl",
+        messages('{"role":"system","content":"be"}', '{"role":"developer","content":"be"}', TURN),
+        "chats.jsonl:1: messages has a system and a developer message; merge them into one",
     ),
     "no_assistant_turn": ("chats.jsonl", messages(TURN), "chats.jsonl:1: messages has no assistant message"),
     "empty_assistant_turn": (
@@ -570,13 +581,16 @@ def here(tmp_path, monkeypatch):
 
 def test_a_misspelt_file_name_is_recognised(here):
     assert refusal(train="chats.jsnl") == (
-        "data.train.path: no file 'chats.jsnl' in the working directory or the recipe's folder; did you mean 'chats.jsonl'?"
+        "data.train.path: no file 'chats.jsnl' in the working directory or the recipe's folder; "
+        "did you mean 'chats.jsonl'?"
     )
     assert refusal(train="./chat.jsonl") == (
-        "data.train.path: no file './chat.jsonl' in the working directory or the recipe's folder; did you mean 'chats.jsonl'?"
+        "data.train.path: no file './chat.jsonl' in the working directory or the recipe's folder; "
+        "did you mean 'chats.jsonl'?"
     )
     assert refusal(train="org/chats.jsonl") == (
-        "data.train.path: no file 'org/chats.jsonl'; folder 'org' does not exist in the working directory or the recipe's folder"
+        "data.train.path: no file 'org/chats.jsonl'; folder 'org' does not exist in the working "
+        "directory or the recipe's folder"
     )
 
 

@@ -91,6 +91,31 @@ def test_conversations_may_hold_roles_and_contents_already(here):
     assert data.notes == ["chats.jsonl: 1 row of sharegpt: conversations -> messages"]
 
 
+def test_parts_of_text_are_joined_and_developer_messages_are_those_of_the_system(here):
+    parts = [{"type": "text", "text": "Hi "}, {"type": "input_text", "text": "there"}]
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "Be brief.", "image_url": None}]},
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "Ho"}]},
+    ]
+    write(here / "chats.jsonl", {"messages": messages})
+    other = [{"role": "assistant", "content": [{"type": "text", "text": "No"}]}]
+    write(here / "pairs.jsonl", {"prompt": messages[:2], "chosen": messages[2:], "rejected": other})
+    data = load("chats.jsonl")
+    said = [("system", "Be brief."), ("user", "Hi there"), ("assistant", "Ho")]
+    as_strings = [{"role": role, "content": content} for role, content in said]
+    assert list(data.train[0].rows) == [{"messages": as_strings}]
+    assert data.notes == [
+        "chats.jsonl: 1 row of messages (recognized from the column messages); 1 developer message read as system"
+    ]
+    pairs = load("pairs.jsonl").train[0]
+    assert pairs.rows[0] == {
+        "prompt": as_strings[:2],
+        "chosen": as_strings[2:],
+        "rejected": [{"role": "assistant", "content": "No"}],
+    }
+
+
 def test_alpaca_becomes_a_conversation(here):
     rows = [
         {"instruction": "Add.", "input": "1 2", "output": "3"},

@@ -45,7 +45,8 @@ def test_a_model_a_teacher_and_a_template_are_found_there_and_names_stay_names(r
         Path("kit", name).mkdir()
     Path("kit/mine.jinja").write_text("{{ messages }}")
     Path("kit/d.yaml").write_text(
-        "model: {path: base, chat_template: mine.jinja}\nmethod: {type: gkd, teacher: {path: pico, chat_template: qwen3}}\n"
+        "model: {path: base, chat_template: mine.jinja}\n"
+        "method: {type: gkd, teacher: {path: pico, chat_template: qwen3}}\n"
         "data: {train: rows/chats.jsonl}\n"
     )
     loaded = tunekit.load_recipe("kit/d.yaml")

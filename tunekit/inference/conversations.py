@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from tunekit.data.formats.messages import TEXT_PARTS
 from tunekit.data.formats.row_formats import BadRow, Row, counted
 from tunekit.data.media.expand import MediaTokens, marks_of
 from tunekit.data.media.in_rows import with_media
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-_TEXTS = ("text", "input_text", "output_text")
-"""Types of parts that are texts."""
-
 _OF_AUDIO = ('"sampling_rate"', '"audio_processor')
 """Settings in the files of a processor of audio."""
 
@@ -35,7 +33,7 @@ def has_other_parts(messages: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether a conversation has parts that are no text."""
     contents = (message.get("content") for message in messages if isinstance(message, Mapping))
     parts = (part for content in contents if isinstance(content, list) for part in content)
-    return any(not isinstance(part, Mapping) or part.get("type", "text") not in _TEXTS for part in parts)
+    return any(not isinstance(part, Mapping) or part.get("type", "text") not in TEXT_PARTS for part in parts)
 
 
 def as_texts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -1,27 +1,25 @@
 """Checks of conversations: their texts and tools, tool calls, weights of turns, and media.
 
-Checks of texts, conversations and their tools.
-
 A row is checked completely before anything is tokenised, because what a tokenizer would do with a missing answer or a
 misspelt role is worse than an error: it trains on it.
 
-Calls of tools that a chat template does not write.
+**Contents.** A content is a string, or OpenAI's list of parts. Parts of text are joined as they are, which is how chat
+templates of Transformers write them. A `developer` message, as OpenAI has called system messages since 2024, is a
+system message; a conversation has one or the other.
 
-A template that knows no calls writes an assistant turn that only calls tools as an empty one, and a model would learn
-to say nothing. A call is written if its name is among what the assistant says; where names do not tell, for they stand
-in the words of the turn as well or are spelt otherwise, the conversation is rendered with other names to see.
+**Tool calls.** A template that knows no calls writes an assistant turn that only calls tools as an empty one, and a
+model would learn to say nothing. A call is written if its name is among what the assistant says; where names do not
+tell, for they stand in the words of the turn as well or are spelt otherwise, the conversation is rendered with other
+names to see.
 
-Marks of a turn that say whether it is learned.
+**Weights.** OpenAI writes `weight: 0`, Axolotl `train: false` (or `training`), ms-swift `loss: false`. All of them
+become a weight of 0, which the loss skips. A mark that cannot be honoured, a fraction or another spelling, is refused:
+ignored, it would train on what it is there to exclude.
 
-OpenAI writes `weight: 0`, Axolotl `train: false` (or `training`), ms-swift `loss: false`. All of them become a weight
-of 0, which the loss leaves out. A mark that cannot be honoured, a fraction or another spelling, is refused: left aside,
-it would train on what it is there to keep out.
-
-Rows with images, video or audio, which are not trained on: they are told, and refused.
-
-Without its image a row still reads as text, with `<image>` standing in it as seven letters, and a model would learn to
-talk of what it never saw. A medium stands in a column of its own, in a key of a message, or among the parts of its
-content. A text that merely talks of `<image>`, as code does, has no such column and is a text like any other.
+**Media.** Rows with images, video or audio are refused where only text is trained on. Without its image a row still
+reads as text, with `<image>` in it as seven letters, and a model would learn to talk of what it never saw. A medium is
+in a column, in a key of a message, or among the parts of its content. A text that merely talks of `<image>`, as code
+does, has no such column and is a text like any other.
 """
 
 import json
@@ -307,6 +305,12 @@ def _says(value: object, placeholder: str) -> bool:
 ROLES = ("system", "user", "assistant", "tool")
 """Roles that can speak in a conversation."""
 
+DEVELOPER = "developer"
+"""OpenAI's newer name of the role `system`."""
+
+TEXT_PARTS = ("text", "input_text", "output_text")
+"""Types of the parts of a content that are texts."""
+
 
 def text(value: object, where: str) -> str:
     """A string that holds something."""
@@ -382,7 +386,16 @@ def turns(value: object, where: str) -> list[Row]:
     messages = of_type(value, list, f"{where} must be a list of {{role, content}}")
     if not messages:
         raise BadRow(f"{where} is empty")
+    if num_with_role(messages, DEVELOPER) and num_with_role(messages, "system"):
+        raise BadRow(f"{where} has a system and a developer message; merge them into one")
     return [_message(entry, f"{where}[{i}]") for i, entry in enumerate(messages)]
+
+
+def num_with_role(entries: object, role: str) -> int:
+    """Return the number of messages with a role in a list; 0 of anything else."""
+    if not isinstance(entries, list):
+        return 0
+    return sum(isinstance(entry, dict) and entry.get("role") == role for entry in entries)
 
 
 def unweighted(messages: Sequence[Row]) -> list[Row]:
@@ -417,13 +430,17 @@ def _message(value: object, where: str) -> Row:
             near = nearest(key, [name for name in entry if isinstance(name, str)][:LOOKED_AT], cutoff=0.7)
             raise BadRow(f"{where} has no {key}" + (f"; did you mean {near!r}?" if near else ""))
     role, content = of_type(entry["role"], str, f"{where}.role must be a string"), entry["content"]
+    if role == DEVELOPER:
+        role = "system"
+        entry = {**entry, "role": role}
     if role not in ROLES:
         suggestion = row_formats.TABLES["roles_elsewhere"].get(role.lower()) or nearest(role.lower()[:40], ROLES)
         advice = f"did you mean '{suggestion}'?" if suggestion else f"roles: {listed(ROLES)}"
         raise BadRow(f"{where}.role: unknown role {role[:40]!r}; {advice}")
     if isinstance(content, list):
         check_no_media_parts(content, f"{where}.content")
-        raise BadRow(f"{where}.content must be a string, got a list; content parts are not supported")
+        content = "".join(_text_part(part, f"{where}.content[{i}]") for i, part in enumerate(content))
+        entry = {**entry, "content": content}
     encodable(of_type(content, str, f"{where}.content must be a string"), f"{where}.content")
     # Parquet gives every message the keys of all messages, as nulls.
     weighed_content = weighed({key: item for key, item in entry.items() if item is not None}, where)
@@ -434,6 +451,14 @@ def _message(value: object, where: str) -> Row:
         calls = of_type(weighed_content["tool_calls"], list, f"{where}.tool_calls must be a list of calls")
         weighed_content["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
     return weighed_content
+
+
+def _text_part(value: object, where: str) -> str:
+    """The text of a part of a content."""
+    part = of_type(value, dict, f"{where} must be an object {{type, text}}")
+    if part.get("type", "text") not in TEXT_PARTS:
+        raise BadRow(f"{where} is of type {str(part['type'])[:40]}, but only text is supported")
+    return of_type(part.get("text"), str, f"{where}.text must be a string")
 
 
 def _tool_call(value: object, where: str) -> Row:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tunekit.data.formats.messages import TEXT_PARTS
 from tunekit.data.formats.messages import text as checked_text
 from tunekit.data.formats.row_formats import BadRow, Row, counted, described
 from tunekit.data.media.files import a
@@ -230,7 +231,7 @@ def _part(part: object, where: str, gathered: _Gathered) -> str:
     fields = {key: value for key, value in part.items() if value is not None}
     types: dict[str, MediaKind] = {name: kind for kind in gathered.beside for name in KINDS[kind].parts}
     type_ = fields.get("type") or next((key for key in ("text", *types) if key in fields), None)
-    if type_ == "text":
+    if type_ in TEXT_PARTS:
         text = fields.get("text", "")
         if not isinstance(text, str):
             raise BadRow(f"{where}.text must be a string, got {described(text)}")

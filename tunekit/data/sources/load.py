@@ -351,18 +351,16 @@ def _looks_like_file(name: str) -> bool:
 _KINDS = f"{listed(OPENERS)}; text formats also as .gz or .zst"
 
 
-_PLACES = "the working directory or the recipe's folder"
-
-
 def _check_file(path: Path, name: str, key: str) -> str:
     """The kind of a file that can be read; refuse any other."""
     if not path.exists():
+        places = "the working directory" + " or the recipe's folder" * key.startswith("data.")
         there = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         near = nearest(path.name, there)
         if not path.parent.is_dir():
-            where = "" if path.is_absolute() else f" in {_PLACES}"
+            where = "" if path.is_absolute() else f" in {places}"
             raise DataError(f"{key}.path: no file '{name}'", hint=f"folder '{path.parent}' does not exist{where}")
-        where = _PLACES if path.parent == Path() else str(path.parent)
+        where = places if path.parent == Path() else str(path.parent)
         problem = f"{key}.path: no file '{name}' in {where}"
         raise DataError(problem, hint=f"did you mean '{path.with_name(near)}'?" if near else None)
     kind = _known_kind(path.name, name, key)

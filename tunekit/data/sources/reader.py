@@ -172,7 +172,7 @@ class Reader:
         self._read_alike: set[frozenset[str]] = set()
         self._prompts_are_chats: bool | None = None
         self._num_media: Counter[MediaKind] = Counter()
-        self._num_left_out = self._num_weightless = 0
+        self._num_left_out = self._num_weightless = self._num_developers = 0
         self._cut_short = False
 
     def read(self, name: str, table: Table, folder: Path | None = None) -> Iterator[None]:
@@ -333,6 +333,7 @@ class Reader:
             value = row_formats.renamed(value, self.columns)
             if self._replace:
                 value = replaced(value, self._replace)
+            self._num_developers += sum(messages.num_with_role(column, messages.DEVELOPER) for column in value.values())
             self._check_reading(tuple(value), format)
             if format == "captions":
                 row_formats.check_columns(tuple(value), format)
@@ -427,6 +428,8 @@ class Reader:
             note += f" (recognized from the {named}{aside})"
         if self._wording.system is not None:
             note += "; data.system begins those without a system message"
+        if self._num_developers:
+            note += f"; {counted(self._num_developers, 'developer message')} read as system"
         if self._num_media:
             note += f"; {counts_of(self._num_media)}"
         if self._references:
