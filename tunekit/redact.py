@@ -174,6 +174,11 @@ class _Wrapping(io.TextIOBase):
         """Return whether the other stream is a terminal."""
         return not self._stream.closed and self._stream.isatty()
 
+    def flush(self) -> None:
+        """Write what was kept back."""
+        if not self._stream.closed:
+            self._stream.flush()
+
     def fileno(self) -> int:
         """The file of the other stream."""
         return self._stream.fileno()
@@ -201,11 +206,6 @@ class Redacting(_Wrapping):
         """Write a text without its secrets."""
         self._stream.write(redacted(text))
         return len(text)
-
-    def flush(self) -> None:
-        """Write what was kept back."""
-        if not self._stream.closed:
-            self._stream.flush()
 
 
 @contextlib.contextmanager
@@ -265,6 +265,20 @@ class _Lasting(_Wrapping):
 def lasting(stream: TextIO) -> TextIO:
     """Return a stream that writes to another one for as long as that can be written, and to nowhere afterwards."""
     return cast(TextIO, _Lasting(stream))
+
+
+class _Trimming(_Wrapping):
+    """A stream of text that writes to another one without the blanks at the ends of lines."""
+
+    def write(self, text: str) -> int:
+        """Write a text; a line is trimmed where its end is within the text."""
+        self._stream.write(re.sub(r" +(?=\n)", "", text))
+        return len(text)
+
+
+def trimming(stream: TextIO) -> TextIO:
+    """Return a stream that writes to another one without the blanks with which tables pad their lines."""
+    return cast(TextIO, _Trimming(stream))
 
 
 def open_standard_streams() -> None:

@@ -11,7 +11,8 @@ from tests.tiny import make_tokenizer, save_chats, save_tiny_model
 from tunekit.api import verbs
 from tunekit.data.sources.load import LoadedData
 from tunekit.data.sources.rows import Rows
-from tunekit.data.tokenization.chat import check_first_rows
+from tunekit.data.tokenization.encode import Encoder
+from tunekit.data.tokenization.first_rows import check_first_rows
 from tunekit.errors import DataError
 
 
@@ -71,7 +72,7 @@ def test_a_template_refuses_here_what_it_refuses_in_transformers(template):
     tokenizer, text = make_tokenizer(), template.read_text()
     tokens = {"bos_token": "<s>", "eos_token": "</s>"}
     for messages in CONVERSATIONS:
-        rows = Rows(format="messages", rows=[{"messages": messages}], source="rows.jsonl", numbers=[1])
+        rows = Rows("messages", [{"messages": messages}], source="rows.jsonl", numbers=[1], loss_on="all")
         try:
             tokenizer.apply_chat_template(messages, chat_template=text, tokenize=False, **tokens)
         except TemplateError as error:
@@ -82,3 +83,57 @@ def test_a_template_refuses_here_what_it_refuses_in_transformers(template):
         except TypeError:
             pass
         check_first_rows(LoadedData((rows,), (), []), text, tokens, set)
+
+
+MOVED = (
+    "{% for m in messages %}{% if m.role == 'system' %}{% elif m.role == 'user' %}<|user|>"
+    "{% if loop.last or loop.nextitem is defined and loop.index == messages | length - 1 %}"
+    "{{ messages[0].content }}{% endif %}{{ m.content }}{% else %}<|assistant|>{{ m.content }}{{ eos_token }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""A template that moves the system prompt into the last question, as Mistral's third version does."""
+
+NO_CALLS = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+CALLS = [{"type": "function", "function": {"name": "add", "arguments": {}}}]
+ROWS = {
+    "one turn": [USER, ANSWER],
+    "two turns": [USER, ANSWER, USER, ANSWER],
+    "a system prompt and two turns": [{"role": "system", "content": "s"}, USER, ANSWER, USER, ANSWER],
+    "an answer first": [ANSWER, USER, ANSWER],
+    "a call": [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": CALLS},
+        {"role": "tool", "content": "2"},
+        ANSWER,
+    ],
+}
+
+
+def refused(check):
+    """Return the words of a refusal; None where there is none."""
+    try:
+        check()
+    except DataError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.sample(40)
+@pytest.mark.parametrize("messages", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize(
+    "text",
+    [MOVED, NO_CALLS, *(file.read_text() for file in TEMPLATES)],
+    ids=["moved", "no-calls", *(file.stem for file in TEMPLATES)],
+)
+def test_turns_that_are_not_located_in_a_run_are_refused_here_with_its_words(text, messages):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = text
+    tokens = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
+    rows = Rows("messages", [{"messages": messages}], source="rows.jsonl", numbers=[1])
+    here = refused(lambda: check_first_rows(LoadedData((rows,), (), []), text, tokens, set))
+    in_a_run = refused(lambda: Encoder(rows, tokenizer).encode(rows, range(1)))
+    if here is not None or text in (MOVED, NO_CALLS):
+        assert here == in_a_run

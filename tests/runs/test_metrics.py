@@ -32,7 +32,7 @@ def test_the_held_out_ones_are_told_where_there_are_any():
     ]
     found = first_and_last(events)
     assert found["rewards/margins"] == [0.0, 0.4]
-    assert ("rewards/accuracies", "none yet → 75%") in rows_of(found)
+    assert ("rewards/accuracies", "n/a → 75%") in rows_of(found)
     assert first_and_last([log("log", UNTRAINED), log("log", DPO)])["rewards/margins"] == [0.0, 0.5]
 
 
@@ -51,7 +51,7 @@ def test_rewards_are_told_by_function_with_their_spread():
 
 def test_what_is_told_while_a_run_goes_on_has_few_words():
     assert brief(DPO) == ["accuracy 75%", "margin 0.500"]
-    assert brief(UNTRAINED) == ["accuracy none yet", "margin 0.000"]
+    assert brief(UNTRAINED) == ["accuracy n/a", "margin 0.000"]
     assert brief(GRPO) == ["reward 0.500", "tokens 12.0", "truncated 25%", "no signal 12%"]
     held_out = {f"eval_{name}": value for name, value in GRPO.items()}
     assert brief(held_out, "eval_") == ["reward 0.500", "tokens 12.0", "truncated 25%"]

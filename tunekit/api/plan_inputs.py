@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tunekit.data.formats.row_formats import learner_of
 from tunekit.data.sources.load import LoadedData, load_data
-from tunekit.data.tokenization.chat import check_first_rows
+from tunekit.data.tokenization.first_rows import check_first_rows
 from tunekit.errors import ModelError, PlanError
 from tunekit.estimates.facts import Hardware, ModelFacts
 from tunekit.estimates.hardware.machines import find_machine

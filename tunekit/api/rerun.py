@@ -179,6 +179,9 @@ def _of_versions(was: MadeWith, now: MadeWith) -> Iterator[str]:
         yield f"the number of threads was {was.num_threads}, now {now.num_threads}"
 
 
+SUFFIX = "-rerun"
+"""Suffix of a repetition's name: the name alone remains that of the run."""
+
 VERDICT = "rerun.json"
 """File of the repetition's folder that says whether it agrees."""
 
@@ -190,7 +193,7 @@ def rerun(
 
     Args:
         run: The run, its folder, or its name in `runs/`.
-        name: Name of the new folder in `runs/`. Default: the run's name with the time.
+        name: Name of the new folder in `runs/`. Default: the run's name with `-rerun` and the time.
         on_event: Called with every event as it happens.
 
     Raises:
@@ -248,7 +251,8 @@ def _made(story: Story, name: str | None) -> Run:
     if name is not None and (not name or Path(name).name != name or name.startswith(".")):
         raise RunError(f"{name!r} is not a valid folder name in {RUNS}", hint="use letters, digits, - and _")
     folder = None if name is None else str((RUNS / name).absolute())
-    output = recipe.output.model_copy(update={"dir": folder})
+    own_name = f"{str(recipe.output.name).removesuffix(SUFFIX)}{SUFFIX}"
+    output = recipe.output.model_copy(update={"dir": folder, "name": own_name})
     recipe = recipe.model_copy(update={"output": output})
     check_free(recipe)
     again = Run.create(story.plan.model_copy(update={"recipe": recipe}))

@@ -12,7 +12,9 @@ import copy
 import importlib.util
 import json
 import os
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -90,10 +92,20 @@ def main() -> None:
     sys.stdout, sys.stderr = Redacting(sys.stdout), Redacting(sys.stderr)
     send_nothing()
     try:
+        _check_no_dashes(sys.argv[1:])
         app()
     except TunekitError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
+
+
+def _check_no_dashes(arguments: Sequence[str]) -> None:
+    """Refuse overrides that are written as options, such as `--train.max_steps=3`."""
+    for argument in arguments[: arguments.index("--")] if "--" in arguments else arguments:
+        key, _, value = argument.partition("=")
+        if re.fullmatch(r"--[a-z_]+(\.[a-z_0-9]+)+", key):
+            hint = f"overrides have no dashes: {key.removeprefix('--')}={value or 'VALUE'}"
+            raise TunekitError(f"no such option: {key}", hint=hint)
 
 
 def _show_version(is_asked: bool) -> None:

@@ -145,7 +145,7 @@ def chat(
 ) -> None:
     """Chat with a trained or any other model.
 
-    /clear starts over, /image FILE adds an image (/audio, /video), /exit quits.
+    /clear starts over, /image FILE adds an image (/audio, /video), /help lists commands, /exit quits.
     """
     sampling = cli.passed_on(locals(), "model", "compare", "system", "checkpoint", "device", "backend")
     from tunekit.data.media.kinds import KINDS
@@ -155,14 +155,11 @@ def chat(
     if at_terminal:
         print(f"loading {model}", file=sys.stderr)
     with talking.chat(model, checkpoint, compare=compare, device=device, backend=backend) as talk:
+        kinds = [f"/{kind}" for kind in talk.media]
+        commands = f"{'|'.join(kinds)} FILE adds one, " * bool(kinds) + "/clear starts over"
         if at_terminal:
-            kinds = [f"/{kind}" for kind in talk.media]
-            commands = f"{'|'.join(kinds)} FILE adds one, " * bool(kinds) + "/clear starts over"
             where = f"{talk.device}, {talk.memory_bytes / 2**30:.1f} GiB"
-            print(
-                f"{talk.name} on {where}; {commands}, Ctrl-D quits",
-                file=sys.stderr,
-            )
+            print(f"{talk.name} on {where}; {commands}, Ctrl-D quits", file=sys.stderr)
         first = [] if system is None else [{"role": "system", "content": system}]
         sides = (False, True) if compare else (False,)
         histories: dict[bool, list[dict[str, Any]]] = {base: list(first) for base in sides}
@@ -177,6 +174,9 @@ def chat(
                 continue
             if line.strip() == "/exit":
                 return
+            if line.strip() == "/help":
+                print(f"{commands}, /exit or Ctrl-D quits", file=sys.stderr)
+                continue
             content = [*media, {"type": "text", "text": line}] if media else line
             media = []
             for base in sides:

@@ -20,8 +20,15 @@ if TYPE_CHECKING:
     from tunekit.api.clusters import Submitted
     from tunekit.runs.run import Run
 
-QueueOption = Annotated[bool, Option("--queue", help="Wait until no other run on this machine uses the devices.")]
+QueueOption = Annotated[
+    bool,
+    Option(
+        "--queue",
+        help="Wait until no other run on this machine uses the devices. On a CPU only queued runs wait for each other.",
+    ),
+]
 DevicesOption = Annotated[str | None, Option(metavar="DEVICE,DEVICE", help="Accelerators to use, by index or UUID.")]
+PlanOption = Annotated[bool, Option("--plan", help="Print the whole plan first, with the reason of each decision.")]
 DetachOption = Annotated[bool, Option("--detach", help="Start in the background and return.")]
 
 
@@ -31,6 +38,7 @@ def train(
     resume: Annotated[bool, Option("--resume", help="Resume the unfinished run of this recipe, if any.")] = False,
     devices: DevicesOption = None,
     queue: QueueOption = False,
+    whole_plan: PlanOption = False,
     detach: DetachOption = False,
     announce_to: AnnounceOption = None,
 ) -> None:
@@ -53,7 +61,7 @@ def train(
             step, num_steps = existing.status()["step"], existing.status()["num_steps"]
             resume = typer.confirm(f"{existing.path} of this recipe ended after step {step} of {num_steps}; resume it?")
     go = partial(verbs.train, recipe, words, resume=resume, queue=queue)
-    _watch(go, "the data and the model's files", announce_to)
+    _watch(go, "the data and the model's files", announce_to, whole_plan=whole_plan)
 
 
 def launch(
@@ -150,6 +158,7 @@ def resume(
     nodes: NodesOption = None,
     devices: DevicesOption = None,
     queue: QueueOption = False,
+    whole_plan: PlanOption = False,
     detach: DetachOption = False,
     announce_to: AnnounceOption = None,
 ) -> None:
@@ -175,7 +184,7 @@ def resume(
         return
     _use(devices)
     go = partial(verbs.resume, run, words, from_=from_, weights_only=weights_only, nodes=hosts, queue=queue)
-    _watch(go, "the run", announce_to)
+    _watch(go, "the run", announce_to, whole_plan=whole_plan)
 
 
 def _use(devices: str | None) -> None:
@@ -195,20 +204,23 @@ def _leave(run: "Run") -> None:
     print(f"stop it:  tunekit stop {run.path}")
 
 
-def _watch(start: "Callable[..., object]", what: str, announce_to: int | None = None) -> None:
+def _watch(
+    start: "Callable[..., object]", what: str, announce_to: int | None = None, *, whole_plan: bool = False
+) -> None:
     """Show a run as it goes, in the one process that does so.
 
     Args:
         start: Starts it, with `on_event`: what is to be told of its events.
         what: What is read first, in words.
         announce_to: The pipe of whoever started this process and waits to hear of the run.
+        whole_plan: Print every decision of the plan.
     """
     from tunekit.display.console import Progress, make_console
     from tunekit.process.signals import before_a_run
     from tunekit.runs.small_files import place_of
 
     outlive_readers()
-    progress = Progress(make_console()) if place_of().is_main else None
+    progress = Progress(make_console(), whole_plan=whole_plan) if place_of().is_main else None
     announcer = None
     if announce_to is not None:
         from tunekit.api.background import Announcer

@@ -21,7 +21,7 @@ from rich.text import Text
 from tunekit.api.doctor import Diagnosis
 from tunekit.display.drawing import numbers, plain_table, plotted
 from tunekit.display.evaluation import evaluations_table
-from tunekit.display.plan import plan_view
+from tunekit.display.plan import brief_plan_view, plan_view
 from tunekit.errors import TunekitError
 from tunekit.estimates.facts import Hardware
 from tunekit.estimates.throughput.speed import Speed, duration
@@ -29,7 +29,7 @@ from tunekit.estimates.throughput.step import PERCENT, range_of
 from tunekit.launching.bandwidth import Exchange
 from tunekit.planner.plan import gib
 from tunekit.recipe.methods import is_rewarded
-from tunekit.redact import lasting
+from tunekit.redact import lasting, trimming
 from tunekit.reporting.diagnosis import diagnose_run
 from tunekit.runs.available_actions import begin_anew, prospects
 from tunekit.runs.evaluation_result import evaluations_of
@@ -81,7 +81,7 @@ def make_console(*, outlives_readers: bool = False) -> Console:
         return Console(file=out, highlight=False, markup=False)
     console = Console(highlight=False, markup=False)
     width = None if "COLUMNS" in os.environ else PIPE_WIDTH
-    return console if console.is_jupyter else Console(file=out, highlight=False, markup=False, width=width)
+    return console if console.is_jupyter else Console(file=trimming(out), highlight=False, markup=False, width=width)
 
 
 def make_error_console() -> Console:
@@ -90,14 +90,16 @@ def make_error_console() -> Console:
 
 
 class Progress:
-    """Shows a run as it goes: the plan, a live bar (plain lines where there is no terminal), and a summary.
+    """Shows a run as it goes: its plan in short, a live bar (plain lines without a terminal), and a summary.
 
     Args:
         console: Where to draw.
+        whole_plan: Show every decision of the plan with its reason.
     """
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None, *, whole_plan: bool = False) -> None:
         self.console = console or make_console(outlives_readers=True)
+        self._whole_plan = whole_plan
         self._bar: Bar | None = None
         self._task = TaskID(0)
         self._num_steps = 0
@@ -116,7 +118,10 @@ class Progress:
             self._shows_loss = not is_rewarded(event["plan"].recipe.method)
             for note in event["notes"]:
                 self.console.print(Text(f"note: {note}", style="dim"))
-            self.console.print("", plan_view(event["plan"]))
+            view = plan_view if self._whole_plan else brief_plan_view
+            self.console.print("", view(event["plan"]), "")
+            if not self._whole_plan:
+                self.console.print(Text(f"plan {self._run.path / 'plan.yaml'}", style="dim"))
             self.console.print(Text(f"run  {self._run.path}\n", style="bold"))
         elif kind == "queue":
             self.console.print(Text(queue_words(event), style="yellow"))
@@ -250,10 +255,9 @@ def summary(result: Event, run: Run) -> RenderableType:
         table.add_row("loss", f"{result['first_loss']:.4f} → {result['last_loss']:.4f}")
     if result["eval_loss"] is not None and "reward" not in measures:
         table.add_row("eval loss", f"{result['first_eval_loss']:.4f} → {result['eval_loss']:.4f}")
-    if measures and result["eval_loss"] is not None:
-        table.add_row("eval", Text("before → after", style="dim"))
+    evaluated = "eval " * (result["eval_loss"] is not None)
     for label, words in rows_of(measures):
-        table.add_row(label, words)
+        table.add_row(f"{evaluated}{label}", words)
     if result["tokens_per_second"]:
         together = f" over {len(ranks)} processes" if len(ranks) > 1 else ""
         mfu = "" if result.get("mfu") is None else f", MFU {result['mfu']:.1%}"

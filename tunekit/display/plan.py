@@ -16,7 +16,7 @@ from rich.text import Text
 from tunekit.errors import PlanError
 from tunekit.estimates.memory.memory import Part
 from tunekit.estimates.throughput.step import Range
-from tunekit.planner.plan import COLOURS, NO_TENSORS, Plan, gib
+from tunekit.planner.plan import COLOURS, NO_TENSORS, Plan, Reason, gib
 from tunekit.planner.variants import NEXT, Variants
 from tunekit.recipe.reading.parse import to_inline_yaml
 
@@ -51,6 +51,9 @@ HEADING_WIDTH = 12
 LITTLE = "<0.01"
 """Text for figures below this threshold."""
 
+BRIEF = ("starts from", "batch", "optimizer", "steps", "data")
+"""Topics of a plan in short, which is printed before a run."""
+
 LETTERS: Mapping[Part, str] = dict(zip(COLOURS, "wmdogbalprkvcx", strict=True))
 """Letter for each part of memory where there is no color, in the order of COLOURS."""
 
@@ -61,12 +64,25 @@ FREE, OTHERS, LIMIT = "·", "░", "│"
 def plan_view(plan: Plan) -> RenderableType:
     """A plan: the choice, memory by part, each decision with its reason, what was ruled out, what to change first."""
     parts: list[RenderableType] = [Text(plan.headline, style="bold"), Text(plan.figures, style="bold cyan")]
-    parts += [Text(plan.speed_basis, style="dim"), "", MemoryBar(plan), "", _decisions(plan)]
+    parts += [Text(plan.speed_basis, style="dim"), "", MemoryBar(plan), "", _decisions(plan.decisions)]
     if plan.rejected:
         parts += ["", Text("ruled out, in the order tried", style="bold"), _rejected(plan)]
     if plan.change_first:
         parts += ["", Text.assemble(("if memory runs out  ", "bold"), (plan.change_first, "cyan"))]
-    return Constrain(Group(*parts, "", _given(plan), ""), MAX_WIDTH)
+    return Constrain(Group(*parts, "", _given(plan.given), ""), MAX_WIDTH)
+
+
+def brief_plan_view(plan: Plan) -> RenderableType:
+    """The choice, and the decisions that users change most; `plan_view` has all of them."""
+    parts = [
+        Text(plan.headline, style="bold"),
+        Text(plan.figures, style="bold cyan"),
+        Text(plan.speed_basis, style="dim"),
+    ]
+    brief = _decisions(reason for reason in plan.decisions if reason.topic in BRIEF)
+    return Constrain(
+        Group(*parts, "", brief, _given(reason for reason in plan.given if reason.topic in BRIEF)), MAX_WIDTH
+    )
 
 
 class MemoryBar:
@@ -151,18 +167,18 @@ def _grid(num_columns: int) -> Table:
     return table
 
 
-def _given(plan: Plan) -> Table:
+def _given(reasons: Iterable[Reason]) -> Table:
     """Render given facts: they involve no choice, so value and comment share a line."""
     table = _grid(2)
-    for reason in plan.given:
+    for reason in reasons:
         table.add_row(Text(reason.topic), Text.assemble(reason.choice, (f"; {reason.why}", "dim")))
     return table
 
 
-def _decisions(plan: Plan) -> Table:
+def _decisions(reasons: Iterable[Reason]) -> Table:
     table = _grid(3)
     table.columns[1].max_width = CHOICE_WIDTH
-    for reason in plan.decisions:
+    for reason in reasons:
         table.add_row(Text(reason.topic), Text(reason.choice, style="cyan"), Text(reason.why, style="dim"))
     return table
 

@@ -313,7 +313,7 @@ def _said(measure: Measure, name: str, values: Mapping[str, Any], *, spread: boo
     margin = values.get("rewards/margins")
     if name == "rewards/accuracies" and margin is not None and abs(margin) < _TIED:
         # The model still equals its reference: an accuracy on pairs carries no information.
-        return "none yet"
+        return "n/a"
     apart = values.get(measure.spread_of(name) or "") if spread else None
     return number(values[name], measure.digits) + ("" if apart is None else f" ± {number(apart, measure.digits)}")
 

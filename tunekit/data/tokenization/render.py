@@ -113,7 +113,7 @@ class ChatRenderer:
             DataError: The template refuses the row, or leaves the end of an assistant turn out of the loss.
         """
         notes = []
-        if not self._marked and not self._can_be_told_apart():
+        if not self._marked and not self.locates_turns():
             version = _training_version(self._tokenizer)
             if version is not None and self._writes_alike(version, messages, place, tools):
                 self._template, self._marked = version, True
@@ -240,7 +240,7 @@ class ChatRenderer:
         finally:
             self._template = own
 
-    def _can_be_told_apart(self) -> bool:
+    def locates_turns(self) -> bool:
         """Return whether rendering twice locates the turns of a longer conversation, each with an end-of-turn token."""
         try:
             rendered = self.render(_PROBES[0], "a conversation")
