@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.table import Table
 
 from tests.tiny import save_chats
-from tunekit.display.console import Progress
+from tunekit.display.console import Progress, make_console
 from tunekit.display.sweep import SweepProgress
 from tunekit.redact import lasting, outlive_readers
 from tunekit.runs.run import Run
@@ -30,6 +31,16 @@ def closed():
     stream = io.StringIO()
     stream.close()
     return stream
+
+
+def test_a_table_that_is_redirected_has_no_blanks_at_the_ends_of_its_lines(capsys):
+    console = make_console()
+    table = Table("name", "value")
+    table.add_row("a  b", "1 ")
+    console.print(table, "ends with blanks   ")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 6 and "a  b" in lines[3]
+    assert not [line for line in lines if line.endswith(" ")]
 
 
 @pytest.mark.parametrize("make", [without_a_reader, on_a_full_disk, closed])

@@ -80,6 +80,8 @@ def test_what_is_drawn_from_the_model_is_drawn_again(method, judged, tmp_path, m
     assert found.agrees and found.first is None and found.same_weights and found.num_values == 4
     logged = [[event[judged] for event in one.events() if event["event"] == "log"] for one in (once, found.again)]
     assert len(logged[0]) == 2 and logged[0] == logged[1]
+    name = once.recipe.output.name
+    assert found.again.name.startswith(f"{name}-rerun-") and tunekit.find_run(name).name == once.name
 
 
 def test_weights_that_are_gone_are_not_said_to_differ(run, repeated, tmp_path):

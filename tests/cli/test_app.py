@@ -109,8 +109,14 @@ def test_a_well_known_model_is_planned_for_without_a_network_and_not_trained(wor
 
 
 def test_train_prints_plan_progress_summary_and_answers(trained):
-    for topic in ("device", "model", "precision", "adapter", "batch", "optimizer", "data", "steps", "memory"):
+    in_short = ("batch", "optimizer", "data", "steps")
+    for topic in in_short:
         assert re.search(rf"^{topic} +\S", trained, re.MULTILINE), topic
+    whole = ("device", "model", "precision", "adapter", "memory")
+    assert not [topic for topic in whole if re.search(rf"^{topic} +\S.*  \S", trained, re.MULTILINE)]
+    plan = trained[trained.index(" fits on CPU") : trained.index("plan runs/")]
+    assert len(plan.strip().splitlines()) <= 10
+    assert not [line for line in trained.splitlines() if line.endswith(" ")]
     assert re.search(r"^step 6/6  loss \d+\.\d{4}  lr \S+  [\d,]+ tokens/s$", trained, re.MULTILINE)
     assert len(re.findall(r"eval loss", trained)) >= 4
     assert re.search(r"^loss +\d\.\d{4} → \d\.\d{4}", trained, re.MULTILINE)
@@ -128,9 +134,11 @@ def test_train_keeps_the_libraries_words_out_of_the_terminal(workspace):
 
 
 @pytest.mark.slow
-def test_training_again_makes_another_run(trained, workspace):
-    answer = tunekit(workspace, "train", "double.yaml", "train.max_steps=1")
+def test_training_again_makes_another_run_and_prints_the_whole_plan_where_it_is_told_to(trained, workspace):
+    answer = tunekit(workspace, "train", "double.yaml", "train.max_steps=1", "--plan")
     assert answer.returncode == 0, answer.stderr
+    for topic in ("device", "model", "precision", "adapter", "batch", "optimizer", "data", "steps", "memory"):
+        assert re.search(rf"^{topic} +\S", answer.stdout, re.MULTILINE), topic
     runs = [run for run in list_runs(workspace / "runs") if run.name.startswith("double")]
     assert len(runs) >= 2
     assert runs[0].recipe.train.max_steps == 1
@@ -302,6 +310,8 @@ def test_data_as_json_and_as_a_page(workspace):
         (["plan", "double.yaml", "--sweep", "adapter.rank"], "write key=value,value"),
         (["plan", "double.yaml", "--sweep", "adapter.rank=4", "--fit", "batch"], "pass one of them"),
         (["recipes", "copy", "sft/quikstart"], "sft/quickstart"),
+        (["train", "double.yaml", "--train.max_steps=3"], "overrides have no dashes: train.max_steps=3"),
+        (["plan", "double.yaml", "--adapter.rank", "8"], "overrides have no dashes: adapter.rank=VALUE"),
     ],
 )
 def test_mistakes_are_one_clear_line_without_a_traceback(arguments, message, workspace):

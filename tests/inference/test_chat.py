@@ -188,7 +188,7 @@ def test_what_cannot_be_talked_with_is_refused_in_words(name, options, words, tm
 
 @pytest.mark.slow
 def test_the_command_answers_each_line_that_is_piped_to_it(runs):
-    lines = "Where are you from?\n/clear\n\nWhere are you from?\n/exit\nnever\n"
+    lines = "Where are you from?\n/clear\n\n/help\nWhere are you from?\n/exit\nnever\n"
     command = [sys.executable, "-m", "tunekit", "chat", str(runs["lora"].path), "--compare", "--system", "Be brief."]
     done = subprocess.run(
         [*command, "--device", "cpu", "--max-new-tokens", "24"], input=lines, capture_output=True, text=True, check=True
@@ -196,6 +196,7 @@ def test_the_command_answers_each_line_that_is_piped_to_it(runs):
     tuned = greedy(PeftModel.from_pretrained(pico(), runs["lora"].model_path))
     both = [f"after:  {tuned}", f"before: {greedy(pico())}"]
     assert [line.rstrip() for line in done.stdout.splitlines()] == [line.rstrip() for line in both * 2]
+    assert "/clear starts over, /exit or Ctrl-D quits\n" in done.stderr
 
 
 @pytest.mark.slow
