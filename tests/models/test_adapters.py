@@ -24,12 +24,21 @@ import tunekit
 from benchmarks.tiny_models import tiny_model
 from tests.tiny import make_tokenizer, save_chats
 from tunekit.errors import ModelError, PlanError
-from tunekit.estimates.memory.states import quantised_bytes, trained_tensors
+from tunekit.estimates.memory.states import num_trainable_params, quantised_bytes, trained_tensors
 from tunekit.estimates.models.model_config import model_types
 from tunekit.models.load import attach_adapter, load_model, num_trained, read_adapter
 from tunekit.models.quantization import stored_tensors
+from tunekit.planner.decisions.adapters import adapter_faults
 from tunekit.probe.model import probe_model
-from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, OftAdapter, QloraAdapter
+from tunekit.recipe.sections.adapters import (
+    AdaloraAdapter,
+    FullAdapter,
+    Ia3Adapter,
+    LoraAdapter,
+    OftAdapter,
+    QloraAdapter,
+    VeraAdapter,
+)
 from tunekit.recipe.sections.model import ModelSection
 
 SIZES = {
@@ -225,6 +234,40 @@ def test_types_with_weights_stored_transposed_are_those_whose_code_has_them_and_
     assert transposed == model_types().stored_transposed
     with pytest.raises(TypeError, match="Target module Conv1D"):
         attach_adapter(tiny_model("gpt2"), OftAdapter(oft_block_size=8), seed=0)
+
+
+COUNTED = {
+    "lora": LoraAdapter(rank=4),
+    "biases": LoraAdapter(rank=4, lora_bias=True, layers_to_transform=[1]),
+    "dora": LoraAdapter(rank=4, use_dora=True),
+    "ia3": Ia3Adapter(),
+    "vera": VeraAdapter(rank=4),
+    "adalora": AdaloraAdapter(init_r=4, target_r=2),
+}
+
+
+@pytest.mark.parametrize("adapter", COUNTED.values(), ids=COUNTED)
+@pytest.mark.parametrize("kind", ["gpt2", "opt", "qwen3"])
+def test_the_parameters_of_an_adapter_are_those_that_peft_trains(kind, adapter, tmp_path):
+    tiny_model(kind).save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    facts = probe_model(ModelSection(path=str(tmp_path)))
+    model = attach_adapter(tiny_model(kind), adapter, seed=0)
+    assert num_trainable_params(facts, adapter) == num_trained(model)
+
+
+def test_a_start_that_peft_computes_of_transposed_weights_changes_the_model_and_is_refused(tmp_path):
+    ids = torch.arange(12)[None]
+    start = LoraConfig(r=4, target_modules=["attn.c_proj"], fan_in_fan_out=True, init_lora_weights="olora")
+    before = tiny_model("gpt2").eval()(ids).logits
+    assert not torch.allclose(get_peft_model(tiny_model("gpt2"), start).eval()(ids).logits, before, atol=1e-3)
+    tiny_model("gpt2").save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    facts = probe_model(ModelSection(path=str(tmp_path)))
+    (fault,) = adapter_faults(LoraAdapter(rank=4, target_modules=["c_proj"], init_lora_weights="olora"), facts)
+    problem = "adapter.init_lora_weights: olora: PEFT factorizes the weights of gpt2 models as they are stored"
+    assert fault == (f"{problem}, transposed", "use pissa or gaussian")
+    assert not [*adapter_faults(LoraAdapter(rank=4, init_lora_weights="pissa"), facts)]
 
 
 def test_the_layers_of_a_decoder_are_not_taken_for_those_of_a_tower(tmp_path):

@@ -674,7 +674,7 @@ class ModelFacts(Facts):
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """The two sizes of every linear layer but the head, by module name.
+        """Outputs and inputs of every linear layer but the head, by module name.
 
         Routed experts and their router are not among them, however the files store them: in transformers 5 they are no
         linear modules. The linear layers of a vision tower are.
@@ -684,9 +684,10 @@ class ModelFacts(Facts):
     @cached_property
     def all_linears(self) -> Linears:
         """The same, with their counts."""
+        first, second = (1, 0) if self.model_type in model_types().stored_transposed else (0, 1)
         return Linears(
             {
-                name.removesuffix(".weight"): (shape[0], shape[1])
+                name.removesuffix(".weight"): (shape[first], shape[second])
                 for name, shape in self.tensors.items()
                 if len(shape) == 2 and name.endswith(".weight") and not self._is_no_linear(name)
             }

@@ -32,7 +32,6 @@ from functools import cache
 from typing import Literal
 
 from tunekit.estimates.facts import SCORE, SCORE_BIAS, ModelFacts, Origin, continued_adapter, is_embedding, is_head
-from tunekit.estimates.models.model_config import model_types
 from tunekit.recipe.methods.spec import MethodSection
 from tunekit.recipe.sections.adapters import (
     AdaloraAdapter,
@@ -115,7 +114,7 @@ def trained_tensors(model: ModelFacts, adapter: Adapter) -> dict[str, Shape]:
     for name, own_rank in model.adapted(adapter).ranks.items():
         if whole and not set(whole).isdisjoint(name.split(".")):
             continue
-        *experts, outputs, inputs = tensors.get(name) or tensors[name + ".weight"]
+        *experts, outputs, inputs = model.linears.get(name) or tensors.get(name) or tensors[name + ".weight"]
         shapes = adapter.shapes_of(name, outputs, inputs)
         if isinstance(adapter, LoraAdapter):
             rank = own_rank * math.prod(experts) * (2 if experts and adapter.doubles_rank(name) else 1)
@@ -296,8 +295,7 @@ def quantised_bytes(model: ModelFacts, adapter: Adapter) -> int:
     if model.packed is not None:
         return sum(model.packed.weights.values())
     if adapter.bits == 8:
-        sizes, of_outputs = model.quantised_linears.shapes.items(), model.model_type in model_types().stored_transposed
-        return sum(times * bytes_in_8_bits(size[of_outputs], size[not of_outputs]) for size, times in sizes)
+        return sum(times * bytes_in_8_bits(*size) for size, times in model.quantised_linears.shapes.items())
     shapes = (*model.quantised_linears.shapes.items(), *model.expert_stacks.items())
     return sum(times * bytes_in_4_bits(math.prod(shape), double=adapter.double_quant) for shape, times in shapes)
 

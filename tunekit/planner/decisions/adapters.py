@@ -205,6 +205,9 @@ def _start_faults(model: ModelFacts, adapter: LoraAdapter) -> Faults:
         if any(name not in model.linears for name in adapted.ranks):
             what = f"{problem} is for linear layers, and the adapters of {model.path} reach experts and routers"
             yield what, "limit adapter.target_modules to attention, or use gaussian"
+    if start == "olora" and model.model_type in model_types().stored_transposed:
+        what = f"{problem}: PEFT factorizes the weights of {model.model_type} models as they are stored, transposed"
+        yield what, "use pissa or gaussian"
     odd = sorted({rank for rank in adapted.ranks.values() if rank % 2})
     if start == "orthogonal" and odd:
         yield f"{problem} needs even ranks, got {', '.join(map(str, odd))}", "change adapter.rank or rank_pattern"
