@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import tunekit
 from tests.processes import in_processes
+from tests.rows import save_rows
 from tests.tiny import save_chats, save_tiny_model, saved_weights
 from tests.training.engines import made, work_in
 from tests.training.test_base_parts import logits_of
@@ -99,3 +100,28 @@ def test_an_adapter_of_loftq_goes_on_on_the_base_in_4_bits_alone(folder):
     whole["train"] = {"max_steps": 1, "learning_rate": 1e-12, "global_batch_size": 8}
     trained = tunekit.train(whole)
     torch.testing.assert_close(answers_of(Run(trained.path)), answers_of(Run(run.path)), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo", "kto", "orpo", "cpo", "reward", "grpo"])
+def test_an_embedding_that_is_trained_on_a_quantized_base_begins_with_its_own_values(method, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_tiny_model(tmp_path / "model", hidden=32, layers=1)
+    save_rows(tmp_path / "rows.jsonl", method, num=8)
+    section = {"type": method} | (
+        {"rewards": ["numeric_match"], "max_completion_length": 8} if method == "grpo" else {}
+    )
+    trainer = tunekit.trainer(
+        {
+            "model": {"path": "model", "dtype": "float32"},
+            "data": {"train": "rows.jsonl", "max_length": 64},
+            "method": section,
+            "adapter": {"type": "qlora", "rank": 2, "modules_to_save": ["embed_tokens"]},
+            "train": {"max_steps": 1, "global_batch_size": 8},
+        }
+    )
+    names = dict(trainer.model.named_parameters())
+    (copy,) = (value for name, value in names.items() if name.endswith("embed_tokens.modules_to_save.default.weight"))
+    stored = load_file(tmp_path / "model" / "model.safetensors")["model.embed_tokens.weight"]
+    assert not torch.equal(stored, stored.bfloat16().float())
+    assert copy.dtype == torch.float32
+    assert torch.equal(copy.detach().cpu(), stored)

@@ -25,6 +25,7 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -1115,6 +1116,19 @@ def check_mergeable(model: "PeftModel", adapter: PeftAdapter) -> None:
                 f"an adapter with lora_bias cannot be merged: {name.removeprefix('base_model.model.')} has no bias",
                 hint="use the adapter itself: export it with --adapter",
             )
+
+
+@contextmanager
+def unrounded(model: "torch.nn.Module") -> Iterator[None]:
+    """Give trained parameters their values back that a trainer, which is built within it, rounds to 16 bits.
+
+    TRL casts what is trained on a quantized base to bfloat16, a copy of the embedding that is trained whole too.
+    """
+    values = [(parameter, parameter.data) for parameter in model.parameters() if parameter.requires_grad]
+    yield
+    for parameter, exact in values:
+        if parameter.dtype != exact.dtype:
+            parameter.data = exact.to(parameter.device)
 
 
 def keep_trained(model: "torch.nn.Module", dtype: Dtype = "float32") -> None:

@@ -16,7 +16,15 @@ from tunekit.models import load
 from tunekit.models.base_parts import load_plain, save_plain
 from tunekit.models.documents import run_by_document, run_decoder_by_document
 from tunekit.models.fusion.tiling import tile_mlps
-from tunekit.models.load import compile_layers, keep_trained, load_tokenizer, num_trained, read_adapter, to_float8
+from tunekit.models.load import (
+    compile_layers,
+    keep_trained,
+    load_tokenizer,
+    num_trained,
+    read_adapter,
+    to_float8,
+    unrounded,
+)
 from tunekit.planner.plan import VARLEN, Plan, Schedule
 from tunekit.process.garbage import collected_seldom
 from tunekit.process.signals import Wishes
@@ -237,9 +245,10 @@ def build(
         compile_layers(model)
     # What tells of a layer would split what is compiled.
     layers = [] if plan.torch_compile else follow_layers(model, watch.heart)
-    trainer = build_trainer.build_trainer(
-        record.run, plan, schedule, model=model, tokenizer=tokenizer, callbacks=[watch], place=record.place
-    )
+    with unrounded(model):
+        trainer = build_trainer.build_trainer(
+            record.run, plan, schedule, model=model, tokenizer=tokenizer, callbacks=[watch], place=record.place
+        )
     watch.tool_hosts = trainer.tool_hosts
     if build_trainer.loads_bare_reference(plan):
         give_weights(trainer.ref_model, build_trainer.load_policy(plan, device="cpu"))
