@@ -78,6 +78,12 @@ def _kind(result: Mapping[str, Any]) -> str:
 def summary(results: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return tables of verdicts, of largest differences, and of refusals, in Markdown."""
     lines = [f"{len(results)} recipes: {_counted(result['verdict'] for result in results)}", ""]
+    num_amplified = sum(result["verdict"] == "same" and bool(result["detail"]) for result in results)
+    if num_amplified:
+        lines += [
+            f"{num_amplified} of those that are the same amplify rounding: the reference moves as far by itself.",
+            "",
+        ]
     lines += ["| recipes | same | different | crash | refused | other |", "|---|---|---|---|---|---|"]
     groups: dict[str, list[str]] = {}
     for result in results:
@@ -93,10 +99,18 @@ def summary(results: Sequence[Mapping[str, Any]]) -> list[str]:
         cells = [counts.pop(name, 0) for name in ("same", "different", "crash", "refused")]
         lines.append(f"| {key} | {' | '.join(map(str, cells))} | {sum(counts.values())} |")
     same = [
-        result for result in results if result["verdict"] == "same" and result["recipe"]["model"]["dtype"] != "bfloat16"
+        result
+        for result in results
+        if result["verdict"] == "same" and not result["detail"] and result["recipe"]["model"]["dtype"] != "bfloat16"
     ]
     names = dict.fromkeys(name for result in same for name in result["figures"])
-    lines += ["", "Largest differences of those that are the same, in float32:", "", "| of | largest |", "|---|---|"]
+    lines += [
+        "",
+        "Largest differences of those that are the same, in float32, without amplified ones:",
+        "",
+        "| of | largest |",
+        "|---|---|",
+    ]
     lines += [f"| {name} | {max(r['figures'].get(name, 0.0) for r in same):.1e} |" for name in names]
     refusals = Counter(
         result["detail"].partition("\n")[0][:200] for result in results if result["verdict"] == "refused"

@@ -6,6 +6,7 @@ import math
 import shutil
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +32,7 @@ class Tolerance(NamedTuple):
         loss: Of a step's loss, and of an evaluation.
         norm: Of the norm of the gradients.
         gradient: Of a gradient of the first step, as a share of the largest of its tensor or, where that is more, of a
-            thousandth of the largest of all.
+            thousandth of the largest of all (in bfloat16 of its rounding, 2**-8).
         weights: Of the saved weights that have gradients, as a share of how far training moved them.
         probe: Of the loss of the saved model on the first rows.
     """
@@ -51,6 +52,15 @@ TOLERANCES = {
 
 NOISE = 1e-6
 """Largest gradient that is rounding, as a share of the largest of all."""
+
+STEP = {"float32": 2.0**-24, "bfloat16": 2.0**-9}
+"""Largest rounding of a weight, as a share of it, by type."""
+
+AMPLIFIED = 16
+"""Number of such roundings that a difference may be: training rounds in each operation, not once."""
+
+NUM_NOISY = 3
+"""References with rounded weights, of which the largest difference counts."""
 
 RATE = 1e-9
 """Largest difference of a learning rate, as a share of the peak."""
@@ -149,7 +159,8 @@ def attempt_apart(folder: str, cut: int | None) -> tuple[dict[str, Any], dict[st
     """Do the same in a process of its own, and return what it saw as arrays, which outlive it."""
     record = attempt(folder, cut)
     parts = (record.start, record.gradients)
-    start, gradients = ({name: value.numpy() for name, value in part.items()} for part in parts)
+    # NumPy has no bfloat16.
+    start, gradients = ({name: value.float().numpy() for name, value in part.items()} for part in parts)
     return start, gradients, record.steps
 
 
@@ -184,8 +195,15 @@ def _write(path: Path, rows: Sequence[Mapping[str, Any]], shape: str) -> str:
         path.with_suffix(".json").write_text(json.dumps(rows), encoding="utf-8")
         return str(path.with_suffix(".json"))
     if shape == "sharegpt":
-        turns = ([(ROLES[turn["role"]], turn["content"]) for turn in row["messages"]] for row in rows)
-        rows = [{"conversations": [{"from": name, "value": text} for name, text in row]} for row in turns]
+        conversations = ([dict(turn) for turn in row["messages"]] for row in rows)
+        rows = [
+            {
+                "conversations": [
+                    {"from": ROLES[turn.pop("role")], "value": turn.pop("content"), **turn} for turn in turns
+                ]
+            }
+            for turns in conversations
+        ]
     lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     path.with_suffix(".jsonl").write_text("".join(lines), encoding="utf-8")
     return str(path.with_suffix(".jsonl"))
@@ -239,12 +257,38 @@ def _verdict(case: Case, folder: Path) -> tuple[str, str, dict[str, float]]:
     except TunekitError as error:
         return "refused", str(error).replace(str(folder), ""), {}
     seen = train(case, run)
-    expected = Reference(given_of(case, folder, recipe, run, seen)).run()
+    given = given_of(case, folder, recipe, run, seen)
+    expected = Reference(given).run()
     figures = dict(differences(recipe, folder / "model", run, seen, expected))
-    worst = [f"{name} {value:.3g} (step or name: {where})" for name, (value, where, most) in figures.items()
-             if not value <= most]  # fmt: skip
     shown = {name: value for name, (value, _, _) in figures.items()}
-    return ("different" if worst else "same"), "; ".join(worst), shown
+    worst = {name: figure for name, figure in figures.items() if not figure[0] <= figure[2]}
+    if not worst:
+        return "same", "", shown
+    # A recipe may amplify rounding: steps that are too large, a loss in the millions.
+    spread = {name: AMPLIFIED * value for name, value in spread_of(given, expected).items()}
+    words = [
+        f"{name} {value:.3g} (step or name: {where}; rounding up to {spread.get(name, 0):.2g})"
+        for name, (value, where, _) in worst.items()
+    ]
+    is_rounding = all(value <= spread.get(name, 0.0) for name, (value, _, _) in worst.items())
+    return ("same" if is_rounding else "different"), "; ".join(words), shown
+
+
+def spread_of(given: Given, expected: Expected) -> dict[str, float]:
+    """Return how far the reference's own figures move where its weights are rounded before the first step."""
+    spread: Counter[str] = Counter()
+    for seed in range(NUM_NOISY):
+        noisy = Reference(given, noise=STEP[given.recipe["model"]["dtype"]], seed=seed).run()
+        steps = range(1, len(expected.losses) + 1)
+        moved = {
+            "loss": _worst(zip(noisy.losses, expected.losses, steps, strict=True)),
+            "grad_norm": _worst(zip(noisy.grad_norms, expected.grad_norms, steps, strict=True), least=1e-2),
+            "eval_loss": _worst((noisy.evaluated[step], loss, step) for step, loss in expected.evaluated.items()),
+            "weights": _weights_apart(noisy.after, expected),
+            "saved loss": _worst([(noisy.probe, expected.probe, "saved")]),
+        }
+        spread |= Counter({name: value for name, (value, _) in moved.items()})
+    return dict(spread)
 
 
 def train(case: Case, run: Any) -> Seen:
@@ -322,7 +366,8 @@ def differences(recipe: Mapping[str, Any], model: Path, run: Any, seen: Seen, ex
     both = set(evals) & set(expected.evaluated)
     yield "eval_loss", (*_worst((evals[step], expected.evaluated[step], step) for step in sorted(both)), tolerance.loss)
     yield "rows", _other_rows(seen, expected)
-    yield "gradient", (*_tensors(seen.gradients, expected.gradients), tolerance.gradient)
+    floor = max(1e-3, STEP[recipe["model"]["dtype"]] * 2)
+    yield "gradient", (*_tensors(seen.gradients, expected.gradients, floor), tolerance.gradient)
     yield from _of_saved(recipe, reloaded(recipe, model, run.path / "model"), expected, tolerance)
 
 
@@ -335,6 +380,12 @@ def _of_saved(recipe: Mapping[str, Any], model: Any, expected: Expected, toleran
     state = {plain(name): value for name, value in model.named_parameters() if "original_module" not in name}
     missing = sorted(set(expected.after) - set(state))
     yield "saved names", (float(len(missing)), missing[:3], 0.0)
+    yield "weights", (*_weights_apart(state, expected), tolerance.weights)
+    yield "saved loss", (*_worst([(expected.probe_of(model), expected.probe, "saved")]), tolerance.probe)
+
+
+def _weights_apart(state: Mapping[str, torch.Tensor], expected: Expected) -> tuple[float, str]:
+    """Return the difference of trained weights as a share of how far training moved them, and where it is largest."""
     largest = max((float(value.max()) for value in expected.largest.values()), default=0.0)
     moved, apart = {}, {}
     for name, after in expected.after.items():
@@ -344,8 +395,7 @@ def _of_saved(recipe: Mapping[str, Any], model: Any, expected: Expected, toleran
             moved[name] = float((after - expected.before[name])[counts].square().sum())
             apart[name] = float((state[name].detach().float() - after)[counts].square().sum())
     share = math.sqrt(sum(apart.values()) / total) if (total := sum(moved.values())) else float(sum(apart.values()))
-    yield "weights", (share, max(apart, key=lambda name: apart[name], default=""), tolerance.weights)
-    yield "saved loss", (*_worst([(expected.probe_of(model), expected.probe, "saved")]), tolerance.probe)
+    return share, max(apart, key=lambda name: apart[name], default="")
 
 
 def reloaded(recipe: Mapping[str, Any], model: Path, folder: Path) -> Any:
@@ -383,13 +433,13 @@ def _other_rows(seen: Seen, expected: Expected) -> tuple[float, Any, float]:
     return float(len(other)), other[:3], 0.0
 
 
-def _tensors(these: Mapping[str, torch.Tensor], those: Mapping[str, torch.Tensor]) -> tuple[float, Any]:
+def _tensors(these: Mapping[str, torch.Tensor], those: Mapping[str, torch.Tensor], floor: float) -> tuple[float, Any]:
     if set(these) != set(those):
         return math.inf, sorted(set(these) ^ set(those))[:4]
     largest = max((float(value.abs().max()) for value in those.values()), default=0.0)
     worst, where = 0.0, ""
     for name, value in those.items():
-        scale = max(float(value.abs().max()), 1e-3 * largest)
+        scale = max(float(value.abs().max()), floor * largest)
         share = float((these[name].float() - value).abs().max()) / scale if scale else 0.0
         if not share <= worst:
             worst, where = share, name

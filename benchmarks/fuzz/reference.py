@@ -24,6 +24,10 @@ STORED = re.compile(r"^base_model\.model\.|\.modules_to_save(?=\.)|\.default(?=\
 """Parts that PEFT adds to the names of a model."""
 
 
+DRAWN = re.compile(r"(lora|ia3|vera|oft)_|^score\.")
+"""Names of parameters that are drawn at random."""
+
+
 def plain(name: str) -> str:
     """Return the name of a parameter without what PEFT adds to it."""
     return STORED.sub("", name)
@@ -88,9 +92,15 @@ class Expected:
 
 
 class Reference:
-    """The training of a recipe, written out."""
+    """The training of a recipe, written out.
 
-    def __init__(self, given: Given) -> None:
+    Args:
+        given: The inputs.
+        noise: Largest change of a weight before the first step, as a share of it: what rounding may do.
+        seed: Seed of these changes.
+    """
+
+    def __init__(self, given: Given, *, noise: float = 0.0, seed: int = 0) -> None:
         from transformers import AutoTokenizer
 
         self.given = given
@@ -104,6 +114,9 @@ class Reference:
         chunks = [self.eval_rows[at : at + size] for at in range(0, len(self.eval_rows), size)]
         self.partners = {id(row): chunk[i - 1] for chunk in chunks for i, row in enumerate(chunk)}
         self.model = adapted(given)
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.model.parameters() if noise else ():
+            parameter.data *= 1 + noise * (2 * torch.rand(parameter.shape, generator=generator) - 1)
         self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.is_frozen_copy = self.kind in ("dpo", "kto") and given.recipe["adapter"]["type"] == "full"
         rope = given.recipe["model"].get("rope_scaling")
@@ -540,7 +553,8 @@ def adapted(given: Given) -> Any:
     model = get_peft_model(base, peft_config(adapter, given.recipe["method"]["type"], base))
     missing = {plain(name) for name, p in model.named_parameters() if p.requires_grad} ^ set(given.start)
     assert not missing, f"trained in one of them only: {sorted(missing)}"
-    _take(model, given.start)
+    # What is trained whole begins with its stored values, and is not random.
+    _take(model, {name: value for name, value in given.start.items() if DRAWN.search(name)})
     if adapter.get("init_lora_weights") in ("pissa", "olora"):
         # The adapter begins with a part of the base, which the base is without.
         for module in model.modules():
