@@ -14,6 +14,7 @@ from tunekit.cli.app import app
 from tunekit.data.sources.in_memory import clear_rows
 from tunekit.errors import RecipeError
 from tunekit.runs.fingerprints import fingerprints_of
+from tunekit.sweeps.folder import runs_of
 
 RECIPE = {"model": "pico", "train": {"max_steps": 2, "global_batch_size": 4}, "data": {"max_length": 64}}
 ROWS = [{"prompt": f"What is {n} plus 1?", "completion": f"{n + 1}"} for n in range(8)]
@@ -84,3 +85,18 @@ def test_a_detached_run_takes_rows_too(here):
     run = tunekit.start(RECIPE, train_dataset=ROWS)
     tunekit.stop(run)
     assert run.recipe.data.train.path == str(next((run.path / "inputs").iterdir()).resolve())
+
+
+def test_the_largest_batch_for_rows_is_looked_for(here):
+    first, *_ = tunekit.fit(RECIPE, "batch", train_dataset=ROWS)
+    assert first.plan.data.num_train == 8
+
+
+@pytest.mark.slow
+def test_the_runs_of_a_sweep_train_on_rows(here):
+    sweep = tunekit.sweep(RECIPE, {"train.learning_rate": [1e-4, 1e-3]}, train_dataset=ROWS, eval_dataset=ROWS[:2])
+    runs = [run for _, run in runs_of(sweep)]
+    assert [run.state for run in runs] == ["finished", "finished"]
+    assert all(run.result()["eval_loss"] > 0 for run in runs)
+    held = {Path(run.recipe.data.train.path).read_text() for run in runs}
+    assert [[json.loads(line) for line in text.splitlines()] for text in held] == [ROWS]

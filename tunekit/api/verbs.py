@@ -153,7 +153,13 @@ def sweep_plans(
 
 
 def fit(
-    source: Source, largest: Largest, overrides: AnyOverrides = (), *, on: str | Sequence[str] | None = None
+    source: Source,
+    largest: Largest,
+    overrides: AnyOverrides = (),
+    *,
+    train_dataset: RowData | None = None,
+    eval_dataset: RowData | None = None,
+    on: str | Sequence[str] | None = None,
 ) -> Variants:
     """The largest batch, length or model with which a recipe fits a machine.
 
@@ -166,12 +172,14 @@ def fit(
             and with the next value, which does not fit. `model`: the largest well-known models, one of each maker,
             and the next larger one, which does not fit.
         overrides: Changes to it.
+        train_dataset: Rows to train on instead of `data.train`, as for `train`.
+        eval_dataset: The same instead of `data.eval`.
         on: Other machines than this one, named as for `plan`.
 
     Raises:
         TunekitError: The recipe, the model or the data has a fault, or there is no such machine.
     """
-    recipe, _ = read_recipe(source, overrides)
+    recipe, _ = read_recipe(source, overrides, train_dataset=train_dataset, eval_dataset=eval_dataset)
     machines = [on] if isinstance(on, str) or on is None else list(on)
     lookup = Lookup(machines)
     variants = (variant for machine in machines for variant in lookup.largest(recipe, machine, largest))

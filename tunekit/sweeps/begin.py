@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 from tunekit.api.plan_inputs import Lookup
 from tunekit.api.verbs import Source, check_recipe
+from tunekit.data.sources.in_memory import RowData
 from tunekit.errors import PlanError, RecipeError, TunekitError
 from tunekit.estimates.facts import Hardware
 from tunekit.estimates.throughput.step import Range
@@ -31,6 +32,8 @@ def sweep(
     values: Mapping[str, Sequence[Any] | str | Span],
     overrides: AnyOverrides = (),
     *,
+    train_dataset: RowData | None = None,
+    eval_dataset: RowData | None = None,
     random: int | None = None,
     optuna: int | None = None,
     seed: int = 0,
@@ -46,6 +49,8 @@ def sweep(
         source: The recipe.
         values: Values to try by dotted key of the recipe: lists, or ranges such as `1e-5..1e-3`.
         overrides: Overrides of the recipe for all runs.
+        train_dataset: Rows to train on instead of `data.train`, as for `tunekit.train`.
+        eval_dataset: The same instead of `data.eval`.
         random: Number of combinations to sample; by default every combination of the lists is tried.
         optuna: Number of combinations for Optuna to choose, each from the results of those before.
         seed: Seed of the sampling.
@@ -60,7 +65,7 @@ def sweep(
     """
     axes = axes_of(values)
     all_changes, search = _chosen(axes, random, optuna, seed)
-    recipe = absolute(read_recipe(source, overrides)[0])
+    recipe = absolute(read_recipe(source, overrides, train_dataset=train_dataset, eval_dataset=eval_dataset)[0])
     if recipe.output.dir is not None or "output.dir" in axes:
         problem = "output.dir: unsupported in a sweep: each run has its own folder in runs/"
         raise RecipeError(problem, hint="set output.dir=null")
