@@ -116,8 +116,9 @@ def _head(words: Words) -> str:
 def build_pages(site: Site, words: Words) -> gr.Blocks:
     """All pages in one language."""
     pages = Pages(analytics_enabled=False, title=words("shell.name"), fill_width=True)
-    for name, build in PAGES.items():
-        with pages.route(words(f"shell.page_{name}"), name):
+    with pages:
+        for name, build in PAGES.items():
+            pages.begin_page(name, words(f"shell.page_{name}"))
             gr.HTML(_header(site, words, name), elem_id="shell-header")
             build(pages, site, words)
     return pages

@@ -71,6 +71,14 @@ class Pages(gr.Blocks):  # type: ignore[misc]  # gradio has no types
         super().__init__(**options)
         self._standing: OrderedDict[tuple[str | None, str], float] = OrderedDict()
 
+    def begin_page(self, path: str, title: str) -> None:
+        """Put the components that follow on a page of its own.
+
+        `route` does so for a context of each page, and makes an application at the end of each: most of a start.
+        """
+        self.pages.append((path, title, True))
+        self.current_page = path
+
     async def process_api(self, *args: Any, **options: Any) -> dict[str, Any]:
         """Gradio's, which runs each handler or a step of it; what it raises has words."""
         try:

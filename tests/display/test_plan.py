@@ -240,3 +240,9 @@ def test_a_plan_as_text_has_all_of_it(offloaded):
         assert words in text
     for reason in offloaded.reasons:
         assert reason.why in text
+
+
+def test_completion_lists_a_plans_own_names(plans):
+    names = [name for name in dir(plans["rtx4090"]) if not name.startswith("_")]
+    assert {"headline", "memory", "decisions", "to_yaml"} <= set(names)
+    assert not {"parse_obj", "model_dump", "from_orm", "dict"} & set(names)
