@@ -17,7 +17,7 @@ from webui.report_route import add_report
 from webui.site import LANGUAGES, Site, prefix
 from webui.words import Words
 
-STYLES = Path(__file__).parent / "styles"
+STYLES, SCRIPTS = (Path(__file__).parent / folder for folder in ("styles", "scripts"))
 
 FONTS = {
     ("tunekit sans", 400): "SourceSansPro/SourceSansPro-Regular",
@@ -49,6 +49,9 @@ const titled = () => {
 };
 new MutationObserver(titled).observe(document.head, { childList: true, subtree: true, characterData: true });
 titled();
+</script>
+<script>
+SCRIPTS
 </script>
 """.replace(
     "FACES",
@@ -110,7 +113,11 @@ def _head(words: Words) -> str:
     """Fonts, and what all pages of a language run."""
     titles = json.dumps({name: words(f"shell.page_{name}") for name in PAGES}, ensure_ascii=False)
     name = json.dumps(words("shell.name"), ensure_ascii=False)
-    return HEAD.replace("LANGUAGE", words.language).replace("TITLES", titles).replace('"NAME"', name)
+    chart_words = {key: words(f"charts.{key}") for key in ("menu", "table", "png", "csv", "close", "curve")}
+    scripts = "\n".join(path.read_text(encoding="utf-8") for path in sorted(SCRIPTS.glob("*.js")))
+    scripts = scripts.replace("CHART_WORDS", json.dumps(chart_words, ensure_ascii=False))
+    head = HEAD.replace("LANGUAGE", words.language).replace("TITLES", titles).replace('"NAME"', name)
+    return head.replace("SCRIPTS", scripts)
 
 
 def build_pages(site: Site, words: Words) -> gr.Blocks:

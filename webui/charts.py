@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import Any, Literal, NamedTuple, get_args
 
 import tunekit
+from webui.chart_layers import LINES, TEXT, layers_of, planned, resumes
 from webui.words import Words
 
 MAX_DRAWN = 600
@@ -90,8 +91,11 @@ CURVES = {
 }
 """Curves that have a name of their own beside others of their kind."""
 
-Axis = Literal["step", "time", "tokens"]
+Axis = Literal["step", "time", "tokens", "epochs"]
 AXES: tuple[Axis, ...] = get_args(Axis)
+
+LOGGED_AXES = {"tokens": "num_tokens", "epochs": "epoch"}
+"""Axes whose places are logged with each step, by their names in the log."""
 
 Point = tuple[float, float]
 """A value at a place of the axis."""
@@ -104,7 +108,7 @@ class View:
     Attributes:
         smoothing: Weight of what was before in a running mean; 0 shows the values themselves.
         is_log: Whether the axis of values is logarithmic.
-        by: The other axis: steps, hours since the first event, or tokens trained on.
+        by: The other axis: steps, hours since the first event, tokens trained on, or epochs.
         clip: Whether outliers are left out of the axis.
     """
 
@@ -112,6 +116,14 @@ class View:
     is_log: bool = False
     by: Axis = "step"
     clip: bool = False
+
+
+class Resume(NamedTuple):
+    """Where a run was resumed: its name, the place of the axis, and the step."""
+
+    run: str
+    place: float
+    step: int
 
 
 class Curve(NamedTuple):
@@ -165,24 +177,36 @@ def curves_of(run: str, reader: tunekit.EventReader, kind: Kind, view: View) -> 
         Curve(
             run,
             name,
-            [(place(point), point.value / unit) for point in reader.series[name]],
+            [(place(point.step, point.time), point.value / unit) for point in reader.series[name]],
             tunekit.direction_of(name.removeprefix("eval_"), reader.series),
         )
         for name in kind_names(kind, reader.series)
     ]
 
 
-def _places(reader: tunekit.EventReader, by: Axis) -> Callable[[Any], float]:
-    """Return what places a logged point on the axis."""
+def _places(reader: tunekit.EventReader, by: Axis) -> Callable[[int, float], float]:
+    """Return what places a step and its time on the axis."""
     if by == "step":
-        return lambda point: point.step
+        return lambda step, _: step
     if by == "time":
         began = reader.began or 0.0
-        return lambda point: (point.time - began) / 3600
-    counted = list(reader.series.get("num_tokens", ()))
-    steps = [0, *(point.step for point in counted)]
-    tokens = [0.0, *(point.value for point in counted)]
-    return lambda point: tokens[bisect_right(steps, point.step) - 1]
+        return lambda _, time: (time - began) / 3600
+    logged = list(reader.series.get(LOGGED_AXES[by], ()))
+    steps = [0, *(point.step for point in logged)]
+    places = [0.0, *(point.value for point in logged)]
+    return lambda step, _: places[bisect_right(steps, step) - 1]
+
+
+def resumes_of(run: str, reader: tunekit.EventReader, view: View) -> list[Resume]:
+    """Return where a run was resumed, but for steps that a later resume from before took back."""
+    place = _places(reader, view.by)
+    resumes: dict[int, Resume] = {}
+    for event in sorted([*reader.all("restart"), *reader.all("resume")], key=lambda event: float(event["time"])):
+        # With nothing but weights, the steps begin again.
+        step = 0 if event.get("weights_only") else event["step"]
+        resumes = {earlier: mark for earlier, mark in resumes.items() if earlier < step}
+        resumes[step] = Resume(run, place(step, event["time"]), event["step"])
+    return list(resumes.values())
 
 
 def smoothed(points: Sequence[Point], weight: float) -> list[Point]:
@@ -218,7 +242,13 @@ def thinned(points: Sequence[Point], limit: int = MAX_DRAWN) -> list[Point]:
 
 
 def spec_of(
-    kind: Kind, curves: Sequence[Curve], view: View, words: Words, *, planned_bytes: float | None = None
+    kind: Kind,
+    curves: Sequence[Curve],
+    view: View,
+    words: Words,
+    *,
+    resumed: Sequence[Resume] = (),
+    planned_bytes: float | None = None,
 ) -> dict[str, Any]:
     """A chart as Vega-Lite.
 
@@ -227,34 +257,45 @@ def spec_of(
         curves: Its curves, of one run or of several.
         view: How it is looked at.
         words: The language.
+        resumed: Where its runs were resumed.
         planned_bytes: What the plan says of memory, for a line beside what was measured.
     """
     runs = list(dict.fromkeys(curve.run for curve in curves))
     unit, x_title = _unit(curves, words) if view.by == "time" else (1.0, words(f"charts.{view.by}"))
     view = view if kind.is_noisy else replace(view, smoothing=0)
     rows = list(_rows(curves, view, words, unit, several=len(runs) > 1))
-    planned = planned_bytes / GIB if planned_bytes and kind.key == "memory" else None
+    planned_gib = planned_bytes / GIB if planned_bytes and kind.key == "memory" else None
     y_scale = {"type": "log"} if view.is_log else {"type": "linear", "zero": False}
     if view.clip:
-        y_scale |= _clipped(rows, planned)
+        y_scale |= _clipped(rows, planned_gib)
     labels = list(dict.fromkeys(row["c"] for row in rows))
-    layers = _layers(rows, view)
-    if planned is not None:
-        layers.append(_planned(planned, words))
+    encoding = _encoding(kind, labels, x_title, y_scale, x_axis=_x_axis(rows, view))
+    layers = layers_of(rows, encoding["x"], clip=view.clip)
+    marks = [
+        (
+            _rounded(mark.place * unit),
+            words("charts.resumed", run=f"{mark.run}: " if len(runs) > 1 else "", step=mark.step),
+        )
+        for mark in resumed
+    ]
+    if marks:
+        layers.append(resumes(marks, encoding["x"]))
+    if planned_gib is not None:
+        layers.append(planned(planned_gib, words))
     title, helps = kind.title(words), [_help(kind, curves, words)]
     if len(runs) > 1 and any(curve.is_held_out for curve in curves):
         helps.append(words("charts.dashes"))
     return {
         "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
         "title": {"text": title, "subtitle": " · ".join(helps)},
-        "description": f"{title}: {', '.join(labels)}",
+        "description": f"{title}: {', '.join([*labels, *(text for _, text in marks)])}",
         "width": "container",
         # Of the plot alone, so that the axes of charts with and without a legend are in one line.
         "height": 200,
         "autosize": {"type": "fit-x", "contains": "padding"},
         "background": "transparent",
         "data": {"values": rows},
-        "encoding": _encoding(kind, labels, x_title, y_scale, words, x_axis=_x_axis(rows, view)),
+        "encoding": encoding,
         "layer": layers,
         "config": CONFIG,
         "usermeta": {"embedOptions": {"renderer": "svg", "actions": False}},
@@ -273,22 +314,6 @@ def to_text(spec: dict[str, Any]) -> str:
     """A specification as it goes to the browser."""
     return json.dumps(spec, ensure_ascii=False, separators=(",", ":"))
 
-
-ZOOM: dict[str, Any] = {
-    "name": "zoom",
-    "bind": "scales",
-    # With Ctrl, as trackpads pinch: the wheel alone scrolls the page. With Shift, browsers turn it sideways.
-    "select": {
-        "type": "interval",
-        "encodings": ["x"],
-        "translate": "[pointerdown[event.shiftKey], window:pointerup] > window:pointermove!",
-        "zoom": "wheel![event.ctrlKey]",
-        "clear": "dblclick",
-    },
-}
-"""Zoom into a chart along its steps, and back by a double click."""
-
-TEXT, LINES = "var(--body-text-color)", "var(--border-color-primary)"
 
 CONFIG: dict[str, Any] = {
     "font": "inherit",
@@ -311,11 +336,7 @@ def _unit(curves: Sequence[Curve], words: Words) -> tuple[float, str]:
 
 
 def _rows(curves: Sequence[Curve], view: View, words: Words, unit: float, *, several: bool) -> Iterator[dict[str, Any]]:
-    """The points of all curves.
-
-    Each has `x` and `y`, `c` for what its colour stands for, `t` for what the curve is called, `k` for how it is drawn,
-    and `g` for what belongs together.
-    """
+    """Return the points of all curves, as `webui.chart_layers` draws them."""
     for place, curve in enumerate(curves):
         label = label_of(curve, words, several=several)
         # Of several runs each has its colour, and evaluations are told by their dashes.
@@ -353,10 +374,9 @@ def label_of(curve: Curve, words: Words, *, several: bool, brief: bool = False) 
 
 
 def _encoding(
-    kind: Kind, labels: Sequence[str], x_title: str, y_scale: dict[str, Any], words: Words, *, x_axis: dict[str, Any]
+    kind: Kind, labels: Sequence[str], x_title: str, y_scale: dict[str, Any], *, x_axis: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the encoding of positions, colours and tooltips."""
-    title = kind.title(words)
+    """Return the encoding of positions and colours."""
     colours = [COLOURS[place % len(COLOURS)] for place in range(len(labels))]
     legend = (
         {"title": None, "orient": "bottom", "columns": 2, "labelLimit": 240, "symbolOpacity": 1}
@@ -384,11 +404,6 @@ def _encoding(
             "scale": {"domain": list(labels), "range": colours},
             "legend": legend,
         },
-        "tooltip": [
-            {"field": "t", "type": "nominal", "title": words("charts.curve")},
-            {"field": "x", "type": "quantitative", "title": x_title, "format": "~g"},
-            {"field": "y", "type": "quantitative", "title": title, "format": ".5~g"},
-        ],
     }
 
 
@@ -400,46 +415,6 @@ def _x_axis(rows: Sequence[dict[str, Any]], view: View) -> dict[str, Any]:
     if view.by != "step" or not steps or max(steps) - min(steps) > MOST_STEPS_NAMED:
         return {}
     return {"values": list(range(min(steps), max(steps) + 1)), "format": "d"}
-
-
-MOST_POINTS = 40
-"""Evaluations in a chart up to which each is marked by a point."""
-
-
-def _layers(rows: Sequence[dict[str, Any]], view: View) -> list[dict[str, Any]]:
-    held_out = {"filter": "datum.k == 'held_out'"}
-    grouped = {"detail": {"field": "g"}}
-    layers: list[dict[str, Any]] = []
-    if any(row["k"] == "faint" for row in rows):
-        mark = {"type": "line", "strokeWidth": 1, "opacity": 0.3, "clip": view.clip}
-        layers.append({"transform": [{"filter": "datum.k == 'faint'"}], "mark": mark, "encoding": grouped})
-    # A single point makes no line.
-    mark = {"type": "line", "strokeWidth": 2, "clip": view.clip, "point": {"size": 12} if len(rows) < 80 else False}
-    layers.append({"transform": [{"filter": "datum.k == 'plain'"}], "mark": mark, "encoding": grouped})
-    if num_held_out := sum(row["k"] == "held_out" for row in rows):
-        # Points of many evaluations would make a band over the other curves.
-        points = {"size": 40} if num_held_out < MOST_POINTS else False
-        dashed = {"type": "line", "strokeWidth": 2, "strokeDash": [6, 3], "clip": view.clip, "point": points}
-        layers.append({"transform": [held_out], "mark": dashed, "encoding": grouped})
-    # What the pointer finds.
-    hover = {"type": "point", "opacity": 0, "size": 90, "clip": view.clip}
-    layers.append({"transform": [{"filter": "datum.k != 'faint'"}], "mark": hover, "params": [ZOOM]})
-    return layers
-
-
-def _planned(planned: float, words: Words) -> dict[str, Any]:
-    """A line where the plan expects something."""
-    alone = {"x": None, "color": None, "tooltip": {"field": "w", "type": "nominal"}}
-    return {
-        "data": {"values": [{"y": _rounded(planned), "w": words("charts.planned", gib=f"{planned:.2f}")}]},
-        "layer": [
-            {"mark": {"type": "rule", "strokeDash": [4, 4], "stroke": TEXT}, "encoding": alone},
-            {
-                "mark": {"type": "text", "align": "left", "x": 4, "dy": 10, "fill": TEXT},
-                "encoding": {**alone, "text": {"field": "w", "type": "nominal"}},
-            },
-        ],
-    }
 
 
 def _clipped(rows: Sequence[dict[str, Any]], planned: float | None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from gradio.components.plot import PlotData
 
 import tunekit
 from webui import charts
+from webui.chart_layers import TEXT
 from webui.words import Words
 
 KEPT, CUT = "#3b82f6", "#f59e0b"
@@ -59,7 +60,7 @@ def length_chart(words: Words, source: tunekit.SourceReport, max_length: int) ->
         }
     )
     side: dict[str, Any] = {"align": "right", "dx": -6} if beyond else {"align": "left", "dx": 6}
-    text = {"type": "text", **side, "y": 6, "color": charts.TEXT}
+    text = {"type": "text", **side, "y": 6, "color": TEXT}
     layers.append({"data": {"values": line}, "mark": text, "encoding": {"x": place, "text": {"field": "said"}}})
     spec = {
         "$schema": "https://vega.github.io/schema/vega-lite/v5.json",

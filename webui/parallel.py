@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tunekit
-from webui.charts import CONFIG, TEXT, to_text
+from webui.chart_layers import TEXT
+from webui.charts import CONFIG, to_text
 from webui.listing import Line
 from webui.words import Words
 

@@ -6,6 +6,7 @@ One handler looks for what is new and answers only with what has changed; what t
 import json
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -294,7 +295,8 @@ def _changed(
         selection = gr.update(choices=[(kind.title(words), kind.key) for kind in kinds], value=keys)
     is_moved = is_new("places", len(keys), bool(kinds))
     if is_new("charts", [other.name for other in others], marks, view, keys) or is_moved:
-        drawn = drawings(run, others, view, words, [kind for key in keys for kind in kinds if kind.key == key])
+        chosen = [kind for key in keys for kind in kinds if kind.key == key]
+        drawn = drawings([run, *others], view, words, chosen, planned_of=run)
         # A component is an update of more than its value, for which gradio builds it anew.
         plots[: len(drawn)] = drawn
         if is_moved:
@@ -335,32 +337,43 @@ def charts_mark(reader: tunekit.EventReader, *, is_over: bool) -> tuple[int, ...
 
 
 def drawings(
-    run: tunekit.Run, others: list[tunekit.Run], view: charts.View, words: Words, kinds: list[charts.Kind]
+    runs: Sequence[tunekit.Run],
+    view: charts.View,
+    words: Words,
+    kinds: Sequence[charts.Kind],
+    *,
+    planned_of: tunekit.Run | None = None,
 ) -> list[PlotData]:
-    """Draw charts of a run, with the same of other runs in them; once for all that look at the same."""
+    """Draw charts of runs, once for all that look at the same.
+
+    Args:
+        runs: The runs whose curves are in each chart.
+        view: How they are looked at.
+        words: The language.
+        kinds: The charts.
+        planned_of: The run whose planned memory is drawn.
+    """
     marks: list[object] = []
-    for each_run in (run, *others):
-        with history_of(each_run) as reader:
-            marks.append((str(each_run.path), reader.read_bytes, reader.num_events))
-    key = (*marks, view, words.language, *kinds)
+    for run in runs:
+        with history_of(run) as reader:
+            marks.append((str(run.path), reader.read_bytes, reader.num_events))
+    key = (*marks, planned_of and planned_of.name, view, words.language, *kinds)
     with _lock:
         if key in _drawings:
             _drawings.move_to_end(key)
             return _drawings[key]
-    with history_of(run) as reader:
-        curves = {kind.key: charts.curves_of(run.name, reader, kind, view) for kind in kinds}
-    for other in others:
-        with history_of(other) as reader:
+    curves: dict[str, list[charts.Curve]] = {kind.key: [] for kind in kinds}
+    resumed: list[charts.Resume] = []
+    for run in runs:
+        with history_of(run) as reader:
+            resumed += charts.resumes_of(run.name, reader, view)
             for kind in kinds:
-                curves[kind.key] += charts.curves_of(other.name, reader, kind, view)
-    planned = planned_bytes(run) if "memory" in curves else None
-    drawn = [
-        PlotData(
-            type="altair",
-            plot=charts.to_text(charts.spec_of(kind, curves[kind.key], view, words, planned_bytes=planned)),
-        )
-        for kind in kinds
-    ]
+                curves[kind.key] += charts.curves_of(run.name, reader, kind, view)
+    planned = planned_bytes(planned_of) if planned_of is not None and "memory" in curves else None
+    drawn = []
+    for kind in kinds:
+        spec = charts.spec_of(kind, curves[kind.key], view, words, resumed=resumed, planned_bytes=planned)
+        drawn.append(PlotData(type="altair", plot=charts.to_text(spec)))
     with _lock:
         _drawings[key] = drawn
         while len(_drawings) > MAX_DRAWINGS:
@@ -387,7 +400,7 @@ def recipe_of(run: tunekit.Run) -> str:
 def plan_of(run: tunekit.Run, words: Words) -> str:
     """The plan of a run with its reasons."""
     try:
-        return tunekit.redacted(plan_html(run.plan, words))
+        return f"<h2>{escape(words('plan.title'))}</h2>{tunekit.redacted(plan_html(run.plan, words))}"
     except tunekit.TunekitError as error:
         return told(error)
     except (OSError, ValueError, KeyError, yaml.YAMLError) as error:

@@ -2,12 +2,14 @@
 
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 import tunekit
 from webui import charts
+from webui.chart_layers import MAX_BANDS, bands_of
 from webui.charts import Curve, Kind, View
 from webui.words import LOCALES, Words
 
@@ -79,6 +81,64 @@ def test_curves_by_tokens_lie_at_the_tokens_of_their_step(tmp_path):
     assert drawn(spec, curve="training") == {2000: 2, 4000: 4, 6000: 6}
     assert drawn(spec, curve="evaluation") == {0: 3.0, 4000: 2.0}
     assert spec["encoding"]["x"]["title"] == "tokens"
+
+
+def test_curves_by_epochs_lie_at_the_epoch_of_their_step(tmp_path):
+    steps = [log(step, loss=float(step), epoch=step / 4) for step in (2, 4, 6)]
+    reader = reader_of(tmp_path / "events.jsonl", [*steps, ("eval", {"step": 5, "eval_loss": 2.0})])
+    view = View(by="epochs")
+    spec = charts.spec_of(LOSS, charts.curves_of("mine", reader, LOSS, view), view, WORDS)
+    assert drawn(spec, curve="training") == {0.5: 2, 1.0: 4, 1.5: 6} and drawn(spec, curve="evaluation") == {1.0: 2.0}
+    assert spec["encoding"]["x"]["title"] == "epochs"
+
+
+def test_a_resumed_run_has_a_line_where_it_was_resumed(tmp_path):
+    steps = {step: log(step, loss=float(step), num_tokens=100 * step) for step in range(1, 9)}
+    resumed = [("resume", {"step": step}) for step in (6, 4)]
+    # The second resume took back the first one, and a restart is told of twice.
+    entries = [*(steps[step] for step in range(1, 9)), resumed[0], steps[7], ("restart", {"step": 4}), resumed[1]]
+    reader = reader_of(tmp_path / "events.jsonl", [*entries, *(steps[step] for step in range(5, 9))])
+
+    def lines(view, name="mine", others=()):
+        curves = [*charts.curves_of(name, reader, LOSS, view), *others]
+        marks = charts.resumes_of(name, reader, view)
+        spec = charts.spec_of(LOSS, curves, view, WORDS, resumed=marks)
+        return spec["layer"][-1]["data"]["values"], spec["description"]
+
+    assert lines(View()) == ([{"x": 4, "w": "resumed from step 4"}], "Loss: training, resumed from step 4")
+    assert lines(View(by="tokens"))[0][0]["x"] == 400
+    other = Curve("other", "loss", [(1.0, 2.0)])
+    assert lines(View(), others=[other])[0] == [{"x": 4, "w": "mine: resumed from step 4"}]
+    (by_time,) = charts.resumes_of("mine", reader, View(by="time"))
+    assert by_time.place * 60 == pytest.approx(11), "it is the twelfth event, one a minute"
+    reader = reader_of(tmp_path / "weights.jsonl", [steps[1], ("resume", {"step": 8, "weights_only": True}), steps[1]])
+    assert charts.resumes_of("mine", reader, View()) == [charts.Resume("mine", 0, 8)]
+
+
+def test_the_pointer_shows_the_values_of_all_curves_at_the_nearest_place():
+    curves = [
+        Curve("one", "loss", [(float(step), step / 8) for step in range(0, 101, 10)]),
+        Curve("two", "loss", [(float(step), 2.0) for step in range(0, 51, 25)]),
+    ]
+    spec = charts.spec_of(LOSS, curves, View(), WORDS)
+    bands = bands_of(spec["data"]["values"])
+    assert [band["x"] for band in bands] == [0, 10, 20, 25, 30, 40, 50, 60, 70, 80, 90, 100]
+    assert bands[0]["a"] == 0 and bands[-1]["b"] == 100
+    assert all(left["b"] == right["a"] == (left["x"] + right["x"]) / 2 for left, right in pairwise(bands))
+    assert [band["v0"] for band in bands][2:5] == ["2.5", "2.5 (20)", "3.75"]
+    assert [band["v1"] for band in bands] == ["2", "2 (0)", "2 (25)", "2", "2 (25)", "2 (50)", "2", *5 * "–"]
+    titles = [field["title"] for layer in spec["layer"] for field in layer["encoding"].get("tooltip", ())]
+    assert titles == ["step", "one · training", "two · training"]
+
+
+def test_the_pointer_tells_as_many_places_apart_as_can_be_met():
+    smooth = View(smoothing=0.5)
+    curve = Curve("one", "loss", [(float(step), float(step % 2)) for step in range(5000)])
+    bands = bands_of(charts.spec_of(LOSS, [curve], smooth, WORDS)["data"]["values"])
+    assert MAX_BANDS / 2 <= len(bands) <= MAX_BANDS + 1 and (bands[0]["x"], bands[-1]["x"]) == (0, 4999)
+    assert all(0 < float(band["v0"]) < 1 for band in bands[1:]), "the smoothed curve, and not the faint one"
+    (only,) = bands_of([{"x": 3.0, "y": 1.0, "k": "plain", "g": 0, "t": "training"}])
+    assert only["a"] < 3 < only["b"] and bands_of([]) == []
 
 
 def test_a_method_has_the_charts_of_what_it_logs(tmp_path):
