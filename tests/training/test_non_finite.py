@@ -114,6 +114,10 @@ def test_a_step_that_is_left_out_is_told_with_its_rows(skipping):
     assert (second["left_out"], fifth["left_out"]) == (2, 5)
     assert second["message"].startswith("step 2: the gradient norm is not finite, but the loss is, for ")
     assert fifth["message"].startswith("step 5: the loss is nan, for ")
+    num_rows = len(second["rows"])
+    head, *rows, last = second["message"].splitlines()
+    assert num_rows > 1 and head.endswith(f", for {num_rows} rows:") and last.startswith("step skipped (1 of ")
+    assert rows == [f"  {row}" for row in second["rows"]]
     # Any row of a step may be why gradients are not finite; of a loss, those of its micro-batch.
     step = [text for one in seen if one["step"] == 2 for text in one["texts"]]
     assert numbers_at(second["rows"]) == numbers_in(step)

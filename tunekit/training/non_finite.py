@@ -315,11 +315,12 @@ class Guard:
     def _decide(self, step: int, problem: str, rows: list[str]) -> None:
         """Apply the recipe's policy, in all processes alike."""
         policy, most = self.train.non_finite, self.train.max_non_finite
+        is_listed = "\n" in problem
         if policy == "stop":
             hint = "lower train.learning_rate, inspect these rows, or skip such steps: train.non_finite=skip"
             raise NonFiniteError(problem, hint=hint, changes=self._changes)
         if len(self._left_out) == most:
-            what = f"{problem}; {most} such steps were skipped before"
+            what = f"{problem}{chr(10) if is_listed else '; '}{most} such steps were skipped before"
             hint = "lower train.learning_rate, inspect these rows, or raise train.max_non_finite"
             raise NonFiniteError(what, hint=hint, changes=self._changes)
         self._left_out.add(step)
@@ -332,7 +333,7 @@ class Guard:
         self.leaves_out = True
         self.record.write(
             "warning",
-            message=f"{problem}: step skipped ({len(self._left_out)} of {most} allowed)",
+            message=f"{problem}{chr(10) if is_listed else ': '}step skipped ({len(self._left_out)} of {most} allowed)",
             left_out=step,
             rows=rows,
         )
@@ -377,5 +378,8 @@ def _problem(step: int, losses: Sequence[dict[int, float]]) -> str:
 
 
 def _listed(rows: list[str]) -> str:
-    more = f" and {len(rows) - NUM_NAMED} more" if len(rows) > NUM_NAMED else ""
-    return ", ".join(rows[:NUM_NAMED]) + more
+    """Return the rows as text: several in a line each, below their number."""
+    if len(rows) < 2:
+        return "".join(rows)
+    more = [f"and {len(rows) - NUM_NAMED} more"] if len(rows) > NUM_NAMED else []
+    return "\n  ".join([f"{len(rows)} rows:", *rows[:NUM_NAMED], *more])
