@@ -98,7 +98,7 @@ def _conversation(words: Words) -> Conversation:
             for side in ("left", "right")
         )  # fmt: skip
     prompt = gr.MultimodalTextbox(
-        label=words("chat.prompt"), info=words("chat.prompt_help"), lines=1, max_lines=8, elem_id="chat-prompt",
+        show_label=False, placeholder=words("chat.prompt"), lines=1, max_lines=8, elem_id="chat-prompt",
         sources=[], file_types=list(tunekit.PICTURE_SUFFIXES), file_count="multiple", submit_btn=False,
     )  # fmt: skip
     with gr.Row(elem_id="chat-buttons"):

@@ -244,7 +244,7 @@ class _Deletion:
     def __init__(self, site: Site, words: Words, run_name: gr.Textbox) -> None:
         self._site, self._words, self._run_name = site, words, run_name
         with gr.Column(elem_id="controls-delete"):
-            gr.HTML(f"<h3>{escape(words('controls.delete'))}</h3>")
+            gr.HTML(f"<h2>{escape(words('controls.delete'))}</h2>")
             self.help = gr.HTML(elem_id="controls-delete-help")
             self._typed = gr.Textbox("", label=words("controls.delete_name"), elem_id="controls-delete-name")
             self._sure = gr.Button(

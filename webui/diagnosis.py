@@ -22,7 +22,7 @@ def card(site: Site, words: Words, name: str, found: tunekit.Diagnosis) -> str:
     title = escape(words(f"controls.cause_{found.cause}"))
     if found.rank is not None:
         title += f" <span class='controls-rank'>{escape(words('controls.rank', rank=found.rank))}</span>"
-    parts = [f"<h3>{title}</h3>", f"<p class='controls-what'>{escape(found.what)}</p>"]
+    parts = [f"<h2>{title}</h2>", f"<p class='controls-what'>{escape(found.what)}</p>"]
     if found.hint:
         parts.append(f"<p class='controls-hint'>{escape(found.hint)}</p>")
     if found.cause in ADVISED:
@@ -40,4 +40,4 @@ def card(site: Site, words: Words, name: str, found: tunekit.Diagnosis) -> str:
 def _details(title: str, text: str | None) -> str:
     if not text or not text.strip():
         return ""
-    return f"<details><summary>{escape(title)}</summary><pre tabindex='0'>{escape(text)}</pre></details>"
+    return f"<details><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>"

@@ -192,7 +192,7 @@ def _evaluation(evaluation: tunekit.Evaluation, words: Words) -> str:
     notes = "".join(f"<p class='data-soft'>{escape(note)}</p>" for note in evaluation.notes)
     head = [words(f"evaluate.{column}") for column in columns]
     return (
-        f"<section class='evaluate-one'><h3>{escape(title)}</h3><p class='data-soft'>{escape(' · '.join(facts))}</p>"
+        f"<section class='evaluate-one'><h2>{escape(title)}</h2><p class='data-soft'>{escape(' · '.join(facts))}</p>"
         f"{table(head, rows, kind='evaluate-scores')}{notes}</section>"
     )
 

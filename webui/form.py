@@ -179,7 +179,7 @@ def _fill_list(
         key = f"{entry.key}[{position}]" if entry.is_list else entry.key
         with gr.Group(elem_classes="form-item", key=f"item-{key}"):
             with gr.Row(key=f"head-{key}"):
-                gr.HTML(f"<h3>{escape(words(f'form.item_{kind}', number=position + 1))}</h3>", key=f"title-{key}")
+                gr.HTML(f"<h2>{escape(words(f'form.item_{kind}', number=position + 1))}</h2>", key=f"title-{key}")
                 if not (entry.is_required and (entry.num_items or 0) == 1):
                     label = words("form.remove", what=words(f"form.item_{kind}", number=position + 1))
                     remove = gr.Button(

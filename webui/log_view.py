@@ -106,4 +106,4 @@ def _page(lines: list[str], words: Words, *, is_filtered: bool) -> str:
     marked = (
         f"<span class='log-serious'>{escape(line)}</span>" if _SERIOUS.search(line) else escape(line) for line in lines
     )
-    return f"<pre class='log-text' tabindex='0'>{chr(10).join(marked)}</pre>"
+    return f"<pre class='log-text'>{chr(10).join(marked)}</pre>"

@@ -32,7 +32,7 @@ class ResumeForm:
     def __init__(self, site: Site, words: Words, run_name: gr.Textbox) -> None:
         self._site, self._words, self._run_name = site, words, run_name
         with gr.Column(elem_id="controls-resume"):
-            heading = f"<h3>{escape(words('controls.resume'))}</h3><p>{escape(words('controls.resume_help'))}</p>"
+            heading = f"<h2>{escape(words('controls.resume'))}</h2><p>{escape(words('controls.resume_help'))}</p>"
             gr.HTML(heading)
             with gr.Row():
                 # A request may name one that is no longer offered by then, as when a run was just resumed. Gradio would
