@@ -1,23 +1,23 @@
 """The page that compares runs: their curves in the same charts, how their recipes differ, results, and answers."""
 
+import json
 from collections.abc import Sequence
 from html import escape
 from typing import Any
 
 import gradio as gr
-from gradio.components.plot import PlotData
 
 import tunekit
 from webui import charts
 from webui.history import history_of, share_read
 from webui.listing import listing_of
 from webui.looks import MAX_SMOOTHING, keep, kept_looks, looks_in, shown_charts, with_charts
-from webui.run_parts import empty, pictured, reading, result_rows, table
-from webui.run_view import NUM_CHARTS, axis_radio
+from webui.run_parts import ResultRow, empty, pictured, reading, result_rows, table
+from webui.run_view import NUM_CHARTS, axis_radio, charts_mark, drawings
 from webui.site import Site
 from webui.words import Words, next_step, told
 
-NUM_OTHERS = 7
+NUM_OTHERS = 8
 """Number of values in each response besides charts."""
 
 MAX_RUNS = 8
@@ -62,7 +62,13 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
                 gr.Plot(visible=False, show_label=False, container=False, elem_classes="runs-chart", min_width=300)
                 for _ in range(NUM_CHARTS)
             ]
-        parts = [_part(words, key) for key in ("recipes", "results", "samples")]
+        recipes = _part(words, "recipes")
+        # The runs to choose from come with those that are compared.
+        base = gr.Dropdown(
+            [], label=words("compare.base"), info=words("compare.base_help"), allow_custom_value=True,
+            elem_id="compare-base", render=False,
+        )  # fmt: skip
+        parts = [recipes, _part(words, "results", base), _part(words, "samples")]
     seen_state = gr.Textbox("", visible=False)
     tick = gr.Timer(site.tick_seconds)
     stored = kept_looks()
@@ -78,15 +84,15 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
         ]
 
     def refresh(
-        names: list[str], by: Any, smoothing: float, is_log: bool, clip: bool, seen: str, kept: Any
+        names: list[str], by: Any, smoothing: float, is_log: bool, clip: bool, base: Any, seen: str, kept: Any
     ) -> list[Any]:
         view = charts.View(smoothing, is_log, by if by in charts.AXES else "step", clip)
-        return look(site, words, names or [], view, seen, kept)
+        return look(site, words, names or [], view, seen, kept, base=base)
 
     update: dict[str, Any] = {
         "fn": refresh,
-        "inputs": [runs, by, smoothing, is_log, clip, seen_state, stored],
-        "outputs": [message, several, selection, *plots, *parts, seen_state],
+        "inputs": [runs, by, smoothing, is_log, clip, base, seen_state, stored],
+        "outputs": [message, several, selection, base, *plots, *parts, seen_state],
         "show_progress": "hidden",
         "trigger_mode": "always_last",
     }
@@ -97,13 +103,24 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
         return with_charts(kept, chosen, charts.kinds_of(_logged(runs)))
 
     choosing = selection.input(choose, [runs, selection, stored], stored, show_progress="hidden")
-    for listen in (tick.tick, runs.input, by.input, smoothing.input, is_log.input, clip.input, choosing.then):
+    for listen in (
+        tick.tick,
+        runs.input,
+        by.input,
+        smoothing.input,
+        is_log.input,
+        clip.input,
+        base.input,
+        choosing.then,
+    ):
         listen(**update)
     runs.input(None, runs, None, js=ADDRESS)
 
 
-def _part(words: Words, key: str) -> gr.HTML:
+def _part(words: Words, key: str, field: gr.Dropdown | None = None) -> gr.HTML:
     gr.Markdown(f"## {words(f'compare.{key}')}")
+    if field is not None:
+        field.render()
     return gr.HTML(elem_id=f"compare-{key}", elem_classes="compare-wide")
 
 
@@ -113,7 +130,16 @@ def asked_for(request: gr.Request, names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(run_names))[:MAX_RUNS]
 
 
-def look(site: Site, words: Words, names: Sequence[str], view: charts.View, seen: str, kept: Any = None) -> list[Any]:
+def look(
+    site: Site,
+    words: Words,
+    names: Sequence[str],
+    view: charts.View,
+    seen: str,
+    kept: Any = None,
+    *,
+    base: str | None = None,
+) -> list[Any]:
     """Return the changes of a comparison since a browser's last request."""
     if len(names) < 2:
         return _nothing(_too_few(site, words))
@@ -121,25 +147,58 @@ def look(site: Site, words: Words, names: Sequence[str], view: charts.View, seen
     if len(runs) < 2:
         return _nothing(faults)
     try:
-        marks = []
+        marks, read = [], []
         for run in runs:
             with history_of(run, patient=True) as reader:
                 if reader.is_behind:
                     return [reading(share_read(reader), words), *[gr.skip()] * (NUM_OTHERS - 2 + NUM_CHARTS), ""]
-                marks.append((run.name, reader.read_bytes, reader.num_events))
-        kinds = charts.kinds_of(_logged(runs))
-        keys = shown_charts(kept, kinds)[:NUM_CHARTS]
-        now = repr((marks, keys, view, faults))
-        if now == seen:
-            return [gr.skip()] * (NUM_OTHERS + NUM_CHARTS)
-        chosen = [kind for key in keys for kind in kinds if kind.key == key]
-        plots = [gr.Plot(value=drawn(runs, kind, view, words), visible=True) for kind in chosen]
-        plots += [gr.Plot(visible=False)] * (NUM_CHARTS - len(plots))
-        choice = gr.update(choices=[(kind.title(words), kind.key) for kind in kinds], value=keys)
-        parts = [differences(runs, words), results(runs, words), answers(runs, words)]
-        return [faults, gr.Column(visible=True), choice, *plots, *parts, now]
+                marks.append((run.name, charts_mark(reader, is_over=reader.newest("result") is not None)))
+                read.append((run.name, reader.read_bytes))
+        return _changed(runs, faults, marks, read, view, json.loads(seen or "{}"), kept, base, words)
     except tunekit.TunekitError as error:
         return _nothing(told(error))
+
+
+def _changed(
+    runs: Sequence[tunekit.Run],
+    faults: str,
+    marks: Sequence[object],
+    read: Sequence[object],
+    view: charts.View,
+    before: dict[str, str],
+    kept: Any,
+    base: str | None,
+    words: Words,
+) -> list[Any]:
+    """Return plain values of what has changed: for a component, gradio builds it anew."""
+    now: dict[str, str] = {}
+
+    def is_new(part: str, *made_from: object) -> bool:
+        now[part] = repr(made_from)
+        return now[part] != before.get(part)
+
+    kinds = charts.kinds_of(_logged(runs))
+    keys = shown_charts(kept, kinds)[:NUM_CHARTS]
+    run_names = [run.name for run in runs]
+    message = faults if is_new("faults", faults) else gr.skip()
+    column = gr.skip() if before else gr.Column(visible=True)
+    selection, base_choice = gr.skip(), gr.skip()
+    if is_new("selection", kinds, keys):
+        selection = gr.update(choices=[(kind.title(words), kind.key) for kind in kinds], value=keys)
+    base = base if base in run_names else run_names[0]
+    if is_new("runs", run_names):
+        base_choice = gr.update(choices=run_names, value=base)
+    plots: list[Any] = [gr.skip()] * NUM_CHARTS
+    is_moved = is_new("places", len(keys))
+    if is_new("charts", marks, view, keys) or is_moved:
+        drawn = drawings(runs, view, words, [kind for key in keys for kind in kinds if kind.key == key])
+        plots[: len(drawn)] = [gr.Plot(value=drawing, visible=True) for drawing in drawn] if is_moved else drawn
+        if is_moved:
+            plots[len(drawn) :] = [gr.Plot(visible=False)] * (NUM_CHARTS - len(drawn))
+    parts: list[Any] = [gr.skip()] * 3
+    if is_new("parts", read, base):
+        parts = [differences(runs, words), results(runs, base, words), answers(runs, words)]
+    return [message, column, selection, base_choice, *plots, *parts, json.dumps(now)]
 
 
 def _nothing(message: str) -> list[Any]:
@@ -177,15 +236,6 @@ def _too_few(site: Site, words: Words) -> str:
     return empty(words("compare.no_runs")) + next_step(site.link(words.language, "new"), words("shell.page_new"))
 
 
-def drawn(runs: Sequence[tunekit.Run], kind: charts.Kind, view: charts.View, words: Words) -> PlotData:
-    """One chart with the curves of all runs."""
-    curves = []
-    for run in runs:
-        with history_of(run) as reader:
-            curves += charts.curves_of(run.name, reader, kind, view)
-    return PlotData(type="altair", plot=charts.to_text(charts.spec_of(kind, curves, view, words)))
-
-
 def differences(runs: Sequence[tunekit.Run], words: Words) -> str:
     """In what the recipes differ, as a table."""
     try:
@@ -201,44 +251,55 @@ def differences(runs: Sequence[tunekit.Run], words: Words) -> str:
     return table([words("compare.field"), *(run.name for run in runs)], rows, kind="runs-texts runs-sides")
 
 
-def results(runs: Sequence[tunekit.Run], words: Words) -> str:
-    """Render the results of runs side by side, the best ones marked."""
-    table_rows, losses = [], list[dict[str, Any]]()
+def results(runs: Sequence[tunekit.Run], base: str | None, words: Words) -> str:
+    """Render the results of runs side by side, with differences from a run, the best ones marked.
+
+    Args:
+        runs: The runs.
+        base: Name of the run that the others are compared with; the first one if it is none of them.
+        words: The texts.
+    """
+    columns: list[dict[str, ResultRow]] = []
     for run in runs:
         with history_of(run) as reader:
             result = reader.newest("result")
-        table_rows.append(dict(result_rows(result, words)) if result is not None else {})
-        losses.append(result or {})
-    names = list(dict.fromkeys(name for rows in table_rows for name in rows))
-    if not names:
+        columns.append({row.label: row for row in result_rows(result, words)} if result is not None else {})
+    labels = list(dict.fromkeys(label for column in columns for label in column))
+    if not labels:
         return empty(words("compare.no_results"))
-    best = _best(runs, losses, words)
-    rows = [
-        [
-            escape(name),
-            *(
-                f"<strong class='compare-best'>{escape(row.get(name, '–'))} ★</strong>"
-                if place in best.get(name, ())
-                else escape(row.get(name, "–"))
-                for place, row in enumerate(table_rows)
-            ),
-        ]
-        for name in names
-    ]
-    return table([words("compare.what"), *(run.name for run in runs)], rows, kind="runs-texts runs-sides")
+    names = [run.name for run in runs]
+    base_place = names.index(base) if base in names else 0
+    # One method's loss is not on the scale of another one's.
+    is_one_method = len({run.recipe.method.type for run in runs}) == 1
+    table_rows = []
+    for label in labels:
+        rows = [column.get(label) for column in columns]
+        numbers = [row.value if row is not None and (is_one_method or not row.is_learned) else None for row in rows]
+        best = _best(numbers, next((row.better for row in rows if row is not None), None))
+        cells = [_result(row, number, numbers[base_place], best) for row, number in zip(rows, numbers, strict=True)]
+        table_rows.append([escape(label), *cells])
+    return table([words("compare.what"), *names], table_rows, kind="runs-texts runs-sides")
 
 
-def _best(runs: Sequence[tunekit.Run], results: Sequence[dict[str, Any]], words: Words) -> dict[str, set[int]]:
-    """Return the places of the lowest losses, by their row; none where the methods differ."""
-    if len({run.recipe.method.type for run in runs}) > 1:
-        return {}
-    best = {}
-    for key, name in (("loss", "last_loss"), ("eval_loss", "eval_loss")):
-        values = {place: result[name] for place, result in enumerate(results) if result.get(name) is not None}
-        if len(set(values.values())) > 1:
-            lowest = min(values.values())
-            best[words(f"runs.{key}")] = {place for place, value in values.items() if value == lowest}
-    return best
+def _best(numbers: Sequence[float | None], better: str | None) -> float | None:
+    """Return the best of several numbers; None where all are the same or no direction is better."""
+    present = {number for number in numbers if number is not None}
+    if len(present) < 2 or better is None:
+        return None
+    return min(present) if better == "less" else max(present)
+
+
+def _result(row: ResultRow | None, number: float | None, base: float | None, best: float | None) -> str:
+    """Render a result with its difference from another one, in the metric's own unit or in percent."""
+    if row is None:
+        return "–"
+    text = escape(row.text)
+    if number is not None and number == best:
+        text = f"<strong class='compare-best'>{text} ★</strong>"
+    if number is None or base is None or number == base or not (row.is_learned or base):
+        return text
+    difference = f"{number - base:+.4g}" if row.is_learned else f"{number / base - 1:+.1%}"
+    return f"{text} <span class='compare-difference'>{difference.replace('-', '−')}</span>"
 
 
 def answers(runs: Sequence[tunekit.Run], words: Words) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from html import escape
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import tunekit
 from webui import charts, usage
@@ -245,35 +245,59 @@ def checkpoints(run: tunekit.Run, reader: tunekit.EventReader, words: Words) -> 
     return table([words(f"runs.{key}") for key in ("step", "when", "size", "note")], rows)
 
 
-def result_rows(result: tunekit.Event, words: Words) -> list[tuple[str, str]]:
+class ResultRow(NamedTuple):
+    """A row of a summary.
+
+    Attributes:
+        label: Its label.
+        text: Its value as text.
+        value: The number that runs are compared by; None if there is none.
+        better: Direction in which the number is better; None if neither is.
+        is_learned: Whether it tells what the model learned, which runs of one method alone have in common.
+    """
+
+    label: str
+    text: str
+    value: float | None = None
+    better: Literal["more", "less"] | None = None
+    is_learned: bool = False
+
+
+def result_rows(result: tunekit.Event, words: Words) -> list[ResultRow]:
     """The summary of a finished run: what it is, and how it came out."""
     measures: dict[str, Any] = result.get("measures", {})
     rows = []
     if "reward" not in measures:
         for key, first, last in (("loss", "first_loss", "last_loss"), ("eval_loss", "first_eval_loss", "eval_loss")):
             if result.get(last) is not None:
-                rows.append((words(f"runs.{key}"), f"{_figure(result.get(first))} → {_figure(result[last])}"))
+                rows.append(_learned(words(f"runs.{key}"), result.get(first), result[last], "less"))
     charts_by_name = {kind.names[0]: kind.key for kind in charts.KINDS if len(kind.names) == 1}
     for name, ends in measures.items():
         label = words(f"charts.{charts_by_name[name]}") if name in charts_by_name else name
-        rows.append((label, f"{_figure(ends[0])} → {_figure(ends[-1])}"))
-    if result.get("tokens_per_second"):
-        rows.append((words("runs.tokens_per_second"), f"{result['tokens_per_second']:,.0f}"))
-    rows.append((words("runs.num_tokens"), f"{result['num_tokens']:,}"))
+        rows.append(_learned(label, ends[0], ends[-1], tunekit.direction_of(name, measures)))
+    if speed := result.get("tokens_per_second"):
+        rows.append(ResultRow(words("runs.tokens_per_second"), f"{speed:,.0f}", round(speed), "more"))
+    rows.append(ResultRow(words("runs.num_tokens"), f"{result['num_tokens']:,}", result["num_tokens"]))
     if result.get("mfu") is not None:
-        rows.append(("MFU", f"{result['mfu']:.1%}"))
-    rows.append((words("runs.time"), duration(result["seconds"], words)))
+        rows.append(ResultRow("MFU", f"{result['mfu']:.1%}", result["mfu"], "more"))
+    rows.append(ResultRow(words("runs.time"), duration(result["seconds"], words), result["seconds"]))
     for part in ("step", "generation", "evaluation", "saving", "data"):
         seconds = result.get(f"{part}_seconds")
         if seconds:
             share = f"{seconds / result['seconds']:.0%}" if result["seconds"] else "–"
-            rows.append((words(f"runs.time_{part}"), f"{duration(seconds, words)} ({share})"))
+            rows.append(ResultRow(words(f"runs.time_{part}"), f"{duration(seconds, words)} ({share})"))
     measured, planned = result.get("peak_memory_bytes"), result.get("planned_memory_bytes")
     if measured and planned:
         text = words("runs.memory_both", measured=f"{measured / 2**30:.2f}", planned=f"{planned / 2**30:.2f}")
-        rows.append((words("runs.memory"), text))
-    rows.append((words("runs.model"), str(result.get("model", ""))))
+        rows.append(ResultRow(words("runs.memory"), text, round(measured / 2**30, 2), "less"))
+    rows.append(ResultRow(words("runs.model"), str(result.get("model", ""))))
     return rows
+
+
+def _learned(label: str, first: Any, last: Any, better: Literal["more", "less"] | None) -> ResultRow:
+    # A number that is not finite is logged as text.
+    value = last if isinstance(last, int | float) else None
+    return ResultRow(label, f"{_figure(first)} → {_figure(last)}", value, better, is_learned=True)
 
 
 def result(reader: tunekit.EventReader, words: Words) -> str:
@@ -282,8 +306,8 @@ def result(reader: tunekit.EventReader, words: Words) -> str:
     if event is None:
         return empty(words("runs.no_result"))
     rows = "".join(
-        f"<tr><th scope='row'>{escape(name)}</th><td>{escape(value)}</td></tr>"
-        for name, value in result_rows(event, words)
+        f"<tr><th scope='row'>{escape(row.label)}</th><td>{escape(row.text)}</td></tr>"
+        for row in result_rows(event, words)
     )
     return f"<table class='runs-table runs-result'><tbody>{rows}</tbody></table>"
 

@@ -300,21 +300,22 @@ def test_of_a_log_the_end_is_read_and_what_is_looked_for_is_shown(tmp_path, monk
 def test_runs_are_compared_by_curves_recipes_results_and_answers(trained_run):
     with_seed(trained_run, "other", 7)
     site, names = site_of(trained_run), [trained_run.name, "other"]
-    message, _, kinds, *plots, recipes, results, answers, seen = compare.look(site, WORDS, names, View(), "")
+    message, _, kinds, base, *plots, recipes, results, answers, seen = compare.look(site, WORDS, names, View(), "")
     shown = [plot for plot in plots if plot.visible]
+    assert (base["choices"], base["value"]) == (names, names[0])
     assert message == "" and kinds["value"][0] == "loss" and len(shown) == len(kinds["value"]) >= 5
     assert domain_of(shown[0]) == names
     assert "train.seed 42 7" in text_of(recipes) and "max_steps" not in recipes
     assert "Peak memory" in results and answers.count("<tr>") > 1 and "★" not in results
-    assert all(part == SKIP for part in compare.look(site, WORDS, names, View(), seen))
+    assert all(part == SKIP for part in compare.look(site, WORDS, names, View(), seen)[:-1])
     only = {"charts": ["step_seconds"], "hidden": kinds["value"]}
-    _, _, kinds, plot, *_ = compare.look(site, WORDS, names, View(), seen, only)
+    _, _, kinds, _, plot, *_ = compare.look(site, WORDS, names, View(), seen, only)
     assert kinds["value"] == ["step_seconds"] and "step_seconds" in plot.value["plot"]
     assert "Choose at least two runs" in compare.look(site, WORDS, names[:1], View(), seen)[0]
     assert "role='alert'" in compare.look(site, WORDS, ["other", "gone"], View(), seen)[0]
     bad = shutil.copytree(trained_run.path, trained_run.path.parent / "bad")
     (bad / "recipe.yaml").write_text("[" * 1000, encoding="utf-8")
-    message, column, _, plot, *_ = compare.look(site, WORDS, [names[0], "bad", "gone", "other"], View(), "")
+    message, column, _, _, plot, *_ = compare.look(site, WORDS, [names[0], "bad", "gone", "other"], View(), "")
     assert message.count("role='alert'") == 2 and "bad/recipe.yaml" in message and "gone" in message
     assert column.visible and domain_of(plot) == names
 
@@ -324,16 +325,53 @@ def domain_of(plot):
     return json.loads(plot.value["plot"])["encoding"]["color"]["scale"]["domain"]
 
 
+def test_a_comparison_sends_what_changes_as_plain_values_and_draws_once_for_all(trained_run, monkeypatch):
+    other = with_seed(trained_run, "other", 7)
+    site, names = site_of(trained_run), [trained_run.name, "other"]
+    *_, seen = compare.look(site, WORDS, names, View(), "")
+    smooth = View(smoothing=0.5)
+    parts = compare.look(site, WORDS, names, smooth, seen)
+    changed = [part for part in parts[:-1] if part != SKIP]
+    assert changed and all(type(part).__name__ == "PlotData" for part in changed)
+    monkeypatch.setattr(run_view.charts, "spec_of", None)
+    assert compare.look(site, WORDS, names, smooth, "")[4].value["plot"] == changed[0].plot, "another browser"
+    # The choice of another base changes the results alone.
+    message, column, kinds, base, *_, results, _, again = compare.look(
+        site, WORDS, names, smooth, parts[-1], base="other"
+    )
+    assert [message, column, kinds, base] == [SKIP] * 4 and "Peak memory" in results and again != parts[-1]
+    written(other, ("warning", {"message": "it wobbles"}))
+    monkeypatch.undo()
+    assert SKIP not in compare.look(site, WORDS, names, smooth, again, base="other")[-4:-1]
+
+
 def test_the_best_result_is_marked_where_runs_can_be_compared(trained_run):
     other = with_seed(trained_run, "other", 7)
     result = next(event for event in reversed(other.events()) if event["event"] == "result")
     written(other, ("result", {**result, "last_loss": result["last_loss"] / 2, "eval_loss": result["eval_loss"] * 2}))
-    page = compare.results([trained_run, other], WORDS)
-    loss, eval_loss = (
-        next(row for row in page.split("<tr>") if f">{name}<" in row) for name in ("Loss", "Evaluation loss")
-    )
-    assert [cell.count("★") for cell in loss.split("<td")[2:]] == [0, 1]
-    assert [cell.count("★") for cell in eval_loss.split("<td")[2:]] == [1, 0]
+
+    def cells(page, label):
+        row = next(row for row in page.split("<tr>") if f">{label}<" in row)
+        return [text_of("<td" + cell) for cell in row.split("<td")[2:]]
+
+    page = compare.results([trained_run, other], None, WORDS)
+    loss, eval_loss, speed = (cells(page, label) for label in ("Loss", "Evaluation loss", "Tokens/s"))
+    assert ["★" in cell for cell in loss] == [False, True] and ["★" in cell for cell in eval_loss] == [True, False]
+    less = f"{result['last_loss'] / 2:.4g}"
+    assert f" −{less} " in loss[1] and "−" not in loss[0] and f" +{result['eval_loss']:.4g} " in eval_loss[1]
+    assert not any("★" in cell or "%" in cell for cell in speed), "both are as fast"
+    page = compare.results([trained_run, other], "other", WORDS)
+    assert f" +{less} " in cells(page, "Loss")[0] and "+" not in cells(page, "Loss")[1]
+    for run, tokens in ((trained_run, 100.0), (other, 150.0)):
+        written(run, ("result", {**result, "tokens_per_second": tokens}))
+    speed = cells(compare.results([trained_run, other], None, WORDS), "Tokens/s")
+    assert "★" in speed[1] and "+50.0%" in speed[1] and "★" not in speed[0]
+    # A loss of one method is no better than that of another.
+    recipe = (other.path / "recipe.yaml").read_text(encoding="utf-8").replace("type: sft", "type: dpo")
+    (other.path / "recipe.yaml").write_text(recipe, encoding="utf-8")
+    written(other, ("result", {**result, "last_loss": result["last_loss"] / 2}))
+    page = compare.results([trained_run, tunekit.Run(other.path)], None, WORDS)
+    assert not any("★" in cell or "−" in cell for cell in cells(page, "Loss"))
 
 
 @pytest.fixture(scope="module")
