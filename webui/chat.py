@@ -16,8 +16,8 @@ from webui.failures import told_by
 from webui.history import history_of, steps_of
 from webui.listing import listing_of
 from webui.run_parts import empty
-from webui.said import Messages, asked_of, shown, with_turn
-from webui.site import Site
+from webui.said import Messages, asked_of, before_answer, shown, with_turn
+from webui.site import MODELS, Site
 from webui.talks import Choice, Talks
 from webui.words import Words, next_step, told
 
@@ -49,6 +49,7 @@ class Conversation:
     prompt: gr.MultimodalTextbox
     send: gr.Button
     stop: gr.Button
+    again: gr.Button
     clear: gr.Button
     system: gr.Textbox
     options: list[Any]
@@ -65,7 +66,9 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
     with gr.Column() as everything:
         devices = [(words("chat.device_auto"), "auto"), (words("chat.device_cpu"), "cpu")]
         with gr.Row(elem_id="chat-choices"):
-            run = gr.Dropdown([], label=words("chat.run"), elem_id="chat-run", min_width=220)
+            run = gr.Dropdown(
+                [], label=words("chat.run"), allow_custom_value=True, elem_id="chat-run", min_width=220
+            )  # fmt: skip
             checkpoint = gr.Dropdown([], label=words("chat.checkpoint"), elem_id="chat-checkpoint", min_width=160)
             beside = gr.Dropdown([], label=words("chat.beside"), elem_id="chat-beside", min_width=220)
             device = gr.Radio(devices, value="auto", label=words("chat.device"), elem_id="chat-device", min_width=220)
@@ -74,15 +77,17 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
                 words("chat.load"), variant="primary", interactive=False, size="md", elem_id="chat-load", min_width=120
             )
             unload = gr.Button(words("chat.unload"), interactive=False, size="md", elem_id="chat-unload", min_width=120)
-        status = gr.HTML(empty(words("chat.none_loaded")), elem_id="chat-status")
+            status = gr.HTML(empty(words("chat.none_loaded")), elem_id="chat-status")
         talk = _conversation(words)
         samples = gr.Dataset(
             label=words("chat.prompts"), components=[gr.Textbox(visible=False)], samples=[], type="values",
             visible=False, elem_id="chat-prompts",
         )  # fmt: skip
     chooser = Chooser(run, checkpoint, beside, device)
-    _attach_choices(page, site, words, chooser, load, samples, nothing, everything)
-    _attach_loading(page, site, words, talks, chooser, talk, load, unload, status)
+    # What the address has loaded at once.
+    at_once = gr.Textbox("", visible=False)
+    _attach_choices(page, site, words, chooser, load, samples, nothing, everything, at_once)
+    _attach_loading(page, site, words, talks, chooser, talk, load, unload, status, at_once)
     _attach_talking(words, talks, talk, status)
     samples.click(lambda row: _prompt(row[0]), samples, talk.prompt, show_progress="hidden")
 
@@ -91,7 +96,9 @@ def _conversation(words: Words) -> Conversation:
     with gr.Row(elem_id="chat-sides"):
         left_chat, right = (
             gr.Chatbot(
-                label=words("chat.answers"), elem_id=f"chat-{side}", render_markdown=False, min_width=300, height=380,
+                label=words("chat.answers"), elem_id=f"chat-{side}", render_markdown=False, min_width=300,
+                # What is above and below it leaves the message in sight.
+                height="max(240px, 100vh - 560px)",
                 buttons=[], feedback_options=None, visible=side == "left", allow_file_downloads=False,
                 placeholder=escape(words("chat.placeholder")),
             )
@@ -106,6 +113,7 @@ def _conversation(words: Words) -> Conversation:
             words("chat.send"), variant="primary", interactive=False, size="md", elem_id="chat-send", min_width=100
         )
         stop = gr.Button(words("chat.stop"), interactive=False, size="md", elem_id="chat-stop", min_width=100)
+        again = gr.Button(words("chat.again"), interactive=False, size="md", elem_id="chat-again", min_width=100)
         clear = gr.Button(words("chat.clear"), size="md", elem_id="chat-clear", min_width=100)
     with gr.Accordion(words("chat.options"), open=False, elem_id="chat-options"):
         system = gr.Textbox(label=words("chat.system"), info=words("chat.system_help"), lines=2, elem_id="chat-system")
@@ -127,7 +135,7 @@ def _conversation(words: Words) -> Conversation:
                 None, precision=0, minimum=0, label=words("chat.seed"), info=words("chat.seed_help"),
                 elem_id="chat-seed", min_width=220,
             )  # fmt: skip
-    return Conversation(left_chat, right, prompt, send, stop, clear, system, [temperature, top_p, length, seed])
+    return Conversation(left_chat, right, prompt, send, stop, again, clear, system, [temperature, top_p, length, seed])
 
 
 def _attach_choices(
@@ -139,6 +147,7 @@ def _attach_choices(
     samples: gr.Dataset,
     nothing: gr.HTML,
     everything: gr.Column,
+    at_once: gr.Textbox,
 ) -> None:
     """Fill the choices from the runs that there are, and from what the address asks for."""
 
@@ -148,26 +157,34 @@ def _attach_choices(
             start = site.link(words.language, "new", from_="recipe:sft/quickstart")
             link = next_step(start, words("chat.start"))
             return [
-                gr.HTML(empty(words("chat.no_runs")) + link, visible=True), gr.Column(visible=False),
-                *[gr.skip()] * 5,
+                gr.HTML(empty(words("chat.no_runs")) + link, visible=True), gr.Column(visible=True), _on(),
+                gr.Dropdown(choices=[*MODELS], value=MODELS[0]), *choices_of(site, words, MODELS[0]), "",
             ]  # fmt: skip
-        run_name = request.query_params.get("run", "")
-        name = run_name if run_name in names else names[0]
+        asked = request.query_params.get("run", "")
+        name = asked if asked in {*names, *MODELS} or "/" in asked else names[0]
         step = request.query_params.get("checkpoint", RESULT)
         return [
-            gr.HTML(visible=False), gr.Column(visible=True), _on(), gr.Dropdown(choices=names, value=name),
-            *choices_of(site, words, name, step),
+            gr.HTML(visible=False), gr.Column(visible=True), _on(),
+            gr.Dropdown(choices=[*names, *MODELS], value=name),
+            # An address loads no model that is not here yet.
+            *choices_of(site, words, name, step), request.query_params.get("load", "") if name in names else "",
         ]  # fmt: skip
 
     chosen = [chooser.checkpoint, chooser.beside, samples]
-    page.load(opened, None, [nothing, everything, load, chooser.run, *chosen], show_progress="hidden")
+    requested = gr.Textbox("", visible=False)
+    outputs = [nothing, everything, load, chooser.run, *chosen, requested]
+    opening = page.load(opened, None, outputs, show_progress="hidden")
+    # Once the choices are there.
+    opening.then(None, requested, at_once, js="(requested) => requested")
     chooser.run.input(lambda name: choices_of(site, words, name), chooser.run, chosen, show_progress="hidden")
 
 
 def choices_of(site: Site, words: Words, name: str, step: str = RESULT) -> list[Any]:
-    """The checkpoints of a run, what it may answer beside, and prompts that it was tried with."""
+    """The checkpoints of a run, what it may answer beside, and prompts that it was tried with; a model has no more."""
     try:
-        run = site.run(name)
+        run = site.model(name)
+        if isinstance(run, str):
+            return _choices_of_model(site, words)
         steps = steps_of(run)
         with history_of(run, patient=True) as reader:
             prompts = [prompt for prompt in reader.answers if prompt not in reader.pictures]
@@ -179,12 +196,11 @@ def choices_of(site: Site, words: Words, name: str, step: str = RESULT) -> list[
     of_run = [(words("chat.result"), RESULT), *own] if is_done else own
     values = [value for _, value in of_run]
     first = step if step in values else values[0] if values else None
-    run_names = [line.name for line in listing_of(site.root).lines() if line.name != name and line.state == "finished"]
     besides = [
         (words("chat.beside_before"), BEFORE),
         (words("chat.beside_nothing"), NOTHING),
         *((words("chat.beside_step", step=saved_step), f"{name}/{saved_step}") for saved_step in steps),
-        *((other, f"{other}/") for other in run_names),
+        *_finished(site, name),
     ]
     prompts_shown = prompts[:MAX_PROMPTS]
     return [
@@ -192,6 +208,21 @@ def choices_of(site: Site, words: Words, name: str, step: str = RESULT) -> list[
         gr.Dropdown(choices=besides, value=BEFORE),
         gr.Dataset(samples=[[prompt] for prompt in prompts_shown], visible=bool(prompts_shown)),
     ]
+
+
+def _choices_of_model(site: Site, words: Words) -> list[Any]:
+    besides = [(words("chat.beside_nothing"), NOTHING), *_finished(site)]
+    return [
+        gr.Dropdown(choices=[(words("chat.model"), RESULT)], value=RESULT),
+        gr.Dropdown(choices=besides, value=NOTHING),
+        gr.Dataset(samples=[], visible=False),
+    ]
+
+
+def _finished(site: Site, but: str = "") -> list[tuple[str, str]]:
+    """Return the choices of other runs' results."""
+    lines = listing_of(site.root).lines()
+    return [(line.name, f"{line.name}/") for line in lines if line.name != but and line.state == "finished"]
 
 
 def chosen(run: str | None, checkpoint: str | None, beside: str | None) -> list[Choice]:
@@ -221,15 +252,16 @@ def _attach_loading(
     load: gr.Button,
     unload: gr.Button,
     status: gr.HTML,
+    at_once: gr.Textbox,
 ) -> None:
     seen_state = gr.Textbox("", visible=False)
-    outputs = [status, load, unload, talk.send, talk.left, talk.right, seen_state, talk.prompt]
+    outputs = [status, load, unload, talk.send, talk.again, talk.left, talk.right, seen_state, talk.prompt]
 
-    @told_by(lambda error: [told(error), _on(), _off(), _off(), gr.skip(), gr.skip(), "failed", gr.skip()])
+    @told_by(lambda error: [told(error), _on(), _off(), _off(), _off(), gr.skip(), gr.skip(), "failed", gr.skip()])
     def load_chosen(run: str, checkpoint: str, beside: str, device: str, request: gr.Request) -> Iterator[list[Any]]:
         session = str(request.session_hash)
         busy = f"<p class='chat-busy' role='status'>{escape(words('chat.loading', name=run or ''))}</p>"
-        yield [busy, _off(), _off(), _off(), gr.skip(), gr.skip(), "loading", gr.skip()]
+        yield [busy, _off(), _off(), _off(), _off(), gr.skip(), gr.skip(), "loading", gr.skip()]
         talks.load(session, chosen(run, checkpoint, beside), device=device)
         sides = talks.sides(session)
         name = run if not checkpoint else words("chat.name_step", name=run, step=checkpoint)
@@ -242,19 +274,22 @@ def _attach_loading(
         ]
         sources = ["upload"] if all(side.talk.reads_pictures for side in sides) else []
         field = gr.MultimodalTextbox(sources=sources)
-        yield [_loaded(talks, session, words), _on(), _on(), _on(), *pair, "loaded", field]
+        yield [_loaded(talks, session, words), _on(), _on(), _on(), _off(), *pair, "loaded", field]
+
+    def ended(message: str) -> list[Any]:
+        return [empty(message), _on(), _off(), _off(), _off(), gr.skip(), gr.skip(), "unloaded", gr.skip()]
 
     def unload_all(request: gr.Request) -> list[Any]:
         talks.close(str(request.session_hash))
-        return [empty(words("chat.unloaded")), _on(), _off(), _off(), gr.skip(), gr.skip(), "unloaded", gr.skip()]
+        return ended(words("chat.unloaded"))
 
     def look(seen: str, request: gr.Request) -> list[Any]:
         if seen != "loaded" or not talks.has_ended(str(request.session_hash)):
             return [gr.skip()] * len(outputs)
-        return [empty(words("chat.ended")), _on(), _off(), _off(), gr.skip(), gr.skip(), "unloaded", gr.skip()]
+        return ended(words("chat.ended"))
 
     inputs = [chooser.run, chooser.checkpoint, chooser.beside, chooser.device]
-    load.click(load_chosen, inputs, outputs, show_progress="hidden", concurrency_limit=None)
+    gr.on([load.click, at_once.change], load_chosen, inputs, outputs, show_progress="hidden", concurrency_limit=None)
     unload.click(unload_all, None, outputs, show_progress="hidden")
     gr.Timer(site.tick_seconds).tick(look, seen_state, outputs, show_progress="hidden")
 
@@ -279,9 +314,9 @@ def _loaded(talks: Talks, session: str, words: Words) -> str:
 
 
 def _attach_talking(words: Words, talks: Talks, talk: Conversation, status: gr.HTML) -> None:
-    outputs = [talk.prompt, talk.left, talk.right, talk.send, talk.stop, status]
+    outputs = [talk.prompt, talk.left, talk.right, talk.send, talk.stop, talk.again, status]
 
-    @told_by(lambda error: [gr.skip(), gr.skip(), gr.skip(), _on(), _off(), told(error)])
+    @told_by(lambda error: [gr.skip(), gr.skip(), gr.skip(), _on(), _off(), _on(), told(error)])
     def answer(
         prompt: Prompt | None,
         left: Messages,
@@ -292,45 +327,50 @@ def _attach_talking(words: Words, talks: Talks, talk: Conversation, status: gr.H
         length: float | None,
         seed: float | None,
         request: gr.Request,
+        event: gr.EventData,
     ) -> Iterator[list[Any]]:
         session = str(request.session_hash)
         sides = talks.sides(session)
         text, pictures = (prompt or {}).get("text") or "", (prompt or {}).get("files") or []
-        if not (text.strip() or pictures) or not sides:
-            note = gr.skip() if sides else empty(words("chat.none_loaded"))
-            yield [gr.skip(), gr.skip(), gr.skip(), gr.skip(), gr.skip(), note]
+        # A button that was changed is another object for each browser.
+        is_again = event.target.elem_id == talk.again.elem_id
+        histories = [
+            before_answer(history) if is_again else with_turn(history, text, pictures)
+            for history in (left, right)[: len(sides)]
+        ]
+        if not sides or not all(histories) or not (is_again or text.strip() or pictures):
+            yield [*[gr.skip()] * 6, gr.skip() if sides else empty(words("chat.none_loaded"))]
             return
-        histories = [with_turn(history, text, pictures) for history in (left, right)[: len(sides)]]
         options = _options(temperature, top_p, length, seed)
         talks.begin(session)
         try:
-            yield [_prompt(""), *_both(histories), _off(), _on(), gr.skip()]
+            yield [gr.skip() if is_again else _prompt(""), *_both(histories), _off(), _on(), _off(), gr.skip()]
             for number, side in enumerate(sides):
                 question = asked_of(histories[number], system)
                 histories[number].append({"role": "assistant", "content": ""})
                 for piece in side.talk.say(question, base=side.base, **options):
                     histories[number][-1]["content"] += piece
-                    yield [gr.skip(), *_both(histories), gr.skip(), gr.skip(), gr.skip()]
+                    yield [gr.skip(), *_both(histories), *[gr.skip()] * 4]
                 if side.talk.last is not None and side.talk.last.reason == "stopped":
                     break
-            yield [gr.skip(), *_both(histories), _on(), _off(), gr.skip()]
+            yield [gr.skip(), *_both(histories), _on(), _off(), _on(), gr.skip()]
         except tunekit.TunekitError as error:
-            is_open = bool(talks.sides(session))
-            yield [gr.skip(), *_both(histories), gr.Button(interactive=is_open), _off(), told(error)]
+            button = gr.Button(interactive=bool(talks.sides(session)))
+            yield [gr.skip(), *_both(histories), button, _off(), button, told(error)]
         finally:
             talks.end(session)
 
     inputs = [talk.prompt, talk.left, talk.right, talk.system, *talk.options]
     gr.on(
-        [talk.send.click, talk.prompt.submit], answer, inputs, outputs, show_progress="hidden", concurrency_limit=None,
-        trigger_mode="once",
+        [talk.send.click, talk.prompt.submit, talk.again.click], answer, inputs, outputs, show_progress="hidden",
+        concurrency_limit=None, trigger_mode="once",
     )  # fmt: skip
 
     def stop(request: gr.Request) -> None:
         talks.stop(str(request.session_hash))
 
     talk.stop.click(stop, None, None, show_progress="hidden", queue=False)
-    talk.clear.click(lambda: [[], []], None, [talk.left, talk.right], show_progress="hidden")
+    talk.clear.click(lambda: [[], [], _off()], None, [talk.left, talk.right, talk.again], show_progress="hidden")
 
 
 def _both(said: list[Messages]) -> list[Any]:

@@ -154,7 +154,7 @@ def look(site: Site, words: Words, name: str, seen: str, shown: _Shown, chosen: 
         *always,
         gr.Button(visible=can_stop, interactive=situation.wish is None),
         gr.Button(visible=can_stop, interactive=situation.wish != "now"),
-        gr.Button(link=site.link(words.language, "chat", run=name), visible=situation.state == "finished"),
+        gr.Button(link=site.link(words.language, "chat", run=name, load="1"), visible=situation.state == "finished"),
         gr.Button(link=site.link(words.language, "new", from_=f"run:{name}"), interactive=True),
         gr.Button(visible=bool(failed and failed.can_go_on and failed.changes and situation.can_go_on)),
         *shown.form.updates(situation, chosen),

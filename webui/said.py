@@ -29,8 +29,15 @@ def shown(said: Messages) -> Messages:
 
 def with_turn(history: Messages | None, prompt: str, pictures: Sequence[str] = ()) -> Messages:
     """Return the history as texts and pictures, with another turn of the user."""
-    turns = [_turn(message["role"], text_of(message), pictures_of(message)) for message in history or ()]
-    return [*turns, _turn("user", prompt, pictures)]
+    return [*_turns(history), _turn("user", prompt, pictures)]
+
+
+def before_answer(history: Messages | None) -> Messages:
+    """Return the history as texts and pictures, up to the last turn of the user."""
+    turns = _turns(history)
+    while turns and turns[-1]["role"] == "assistant":
+        turns.pop()
+    return turns
 
 
 def text_of(message: dict[str, Any]) -> str:
@@ -68,6 +75,10 @@ def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
         return message
     parts: list[dict[str, str]] = [tunekit.picture_part(path) for path in message["pictures"]]
     return {"role": message["role"], "content": [*parts, {"type": "text", "text": message["content"]}]}
+
+
+def _turns(history: Messages | None) -> Messages:
+    return [_turn(message["role"], text_of(message), pictures_of(message)) for message in history or ()]
 
 
 def _turn(role: str, content: str, pictures: Sequence[str] = ()) -> dict[str, Any]:

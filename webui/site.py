@@ -3,6 +3,7 @@
 Names and paths come from browsers, so each goes through `Site.inside` or `Site.run` before anything is opened.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,12 @@ import tunekit
 
 LANGUAGES = {"en": "English", "zh": "中文"}
 """The languages, each by its own name. English is at `/`, any other at its code, such as `/zh`."""
+
+
+MODELS = ("pico", "pico-vision")
+"""Models that ship with tunekit, by their names."""
+
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
 def prefix(language: str) -> str:
@@ -65,6 +72,23 @@ class Site:
         if path.name != name or path.parent != self.root.resolve() / "runs" or not (path / "status.json").is_file():
             raise tunekit.TunekitError(f"no run {name!r} in runs", hint="the table of runs lists them")
         return tunekit.Run(path)
+
+    def model(self, name: str) -> tunekit.Run | str:
+        """A run of the workspace by its name, or else a model: a folder of the workspace, or a name on the hub.
+
+        Raises:
+            TunekitError: There is no such run, or the path leads out of the workspace.
+        """
+        if name in MODELS and not (self.root / "runs" / name).exists():
+            return name
+        if "/" not in name:
+            return self.run(name)
+        folder = self.inside(name)
+        if not folder.is_dir() and not HUB_NAME.fullmatch(name):
+            raise tunekit.TunekitError(
+                f"{name!r} is no folder of the workspace and no name on the hub", hint="such a name is OWNER/MODEL"
+            )
+        return str(folder) if folder.is_dir() else name
 
     def link(self, language: str, page: str, **query: str | Sequence[str] | None) -> str:
         """The address of a page, with what it is asked to show.

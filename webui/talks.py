@@ -30,7 +30,7 @@ class Choice:
     """A model that was chosen.
 
     Attributes:
-        run: The run, by its name.
+        run: The run, by its name, or a model: a folder of the workspace, or a name on the hub.
         checkpoint: The step of one of its checkpoints; None for what it came to.
         compare: Whether what it was before is to be there too.
     """
@@ -107,7 +107,7 @@ class Talks:
             for choice in choices:
                 if on_loading is not None:
                     on_loading(choice.run)
-                run = self._site.run(choice.run)
+                run = self._site.model(choice.run)
                 talk = tunekit.chat(
                     run, choice.checkpoint, compare=choice.compare, device="cpu" if device == "cpu" else "auto"
                 )

@@ -8,9 +8,10 @@ import pytest
 import tunekit
 from tests.training.folders import made_run
 from tests.waiting import LIMIT_SECONDS
+from tunekit.files import SHIPPED_MODELS
 from webui.chat import Words, choices_of, chosen
-from webui.said import asked_of, shown, text_of, with_turn
-from webui.site import Site
+from webui.said import asked_of, before_answer, shown, text_of, with_turn
+from webui.site import MODELS, Site
 from webui.talks import IDLE_SECONDS, NUM_ALL, Choice, Talks
 
 QUESTION = [{"role": "user", "content": "What is 3 and 3?"}]
@@ -104,7 +105,10 @@ def test_more_models_than_there_may_be_are_refused_in_words(talks, trained_run):
     assert talks.sides("one") == []
 
 
-@pytest.mark.parametrize(("name", "step"), [("nothing", None), ("../runs", None), ("", None), (None, "../../model")])
+NO_RUNS = ["nothing", "../runs", "", "/etc", "~root/x", "./x/y", "a/b/c", "-/../../x"]
+
+
+@pytest.mark.parametrize(("name", "step"), [*((name, None) for name in NO_RUNS), (None, "../../model")])
 def test_what_is_no_run_of_the_workspace_is_not_loaded(talks, trained_run, name, step):
     with pytest.raises(tunekit.TunekitError):
         talks.load("one", [Choice(trained_run.name if name is None else name, step)], device="cpu")
@@ -117,6 +121,30 @@ def test_the_choices_are_what_the_run_has(site, trained_run):
     assert [value for _, value in beside.choices] == ["before", "", f"{trained_run.name}/8", f"{trained_run.name}/4"]
     assert len(prompts.samples) == len(trained_run.samples()) > 0
     assert choices_of(site, Words("en"), "nothing")[0].choices == []
+
+
+def test_a_model_is_chosen_by_its_name_on_the_hub_or_its_folder(site, trained_run):
+    assert set(MODELS) == set(SHIPPED_MODELS)
+    for name in ("pico", "Qwen/Qwen3-0.6B"):
+        assert site.model(name) == name
+        checkpoint, beside, prompts = choices_of(site, Words("en"), name)
+        assert [value for _, value in checkpoint.choices] == [""] and beside.value == "" and not prompts.visible
+        assert [value for _, value in beside.choices] == ["", f"{trained_run.name}/"]
+    folder = trained_run.path / "model"
+    assert site.model(str(folder.relative_to(site.root))) == str(folder)
+    assert site.model(trained_run.name).path == trained_run.path
+    made_run(site.root / "runs" / "pico")
+    assert site.model("pico").path == site.root / "runs" / "pico", "a run of that name comes first"
+
+
+def test_an_answer_is_generated_again_from_the_turns_before_it():
+    answer = {"role": "assistant", "content": "1 &lt; 2"}
+    assert before_answer([*QUESTION, answer, *QUESTION, answer]) == [
+        *QUESTION,
+        {**answer, "content": "1 < 2"},
+        *QUESTION,
+    ]
+    assert before_answer(QUESTION) == QUESTION and before_answer([answer]) == before_answer(None) == []
 
 
 def test_what_is_chosen_is_what_is_loaded():
@@ -154,11 +182,13 @@ def holders(server) -> list[psutil.Process]:
 @pytest.mark.slow
 def test_a_run_answers_beside_what_it_was_and_goes_with_the_page(workspace, trained_run, serve, open_page):
     server = serve(workspace)
-    page = open_page(f"{server.url}chat?run={trained_run.name}")
+    page = open_page(f"{server.url}runs?run={trained_run.name}", height=800)
     requested = []
     page.on("request", lambda request: requested.append(request.url))
-    page.locator("#chat-load").click()
+    page.locator("#controls-talk").click()
     page.locator(".chat-loaded").wait_for()
+    box = page.locator("#chat-prompt").bounding_box()
+    assert box["y"] + box["height"] < 800, "the message is in sight"
     (first,) = holders(server)
     prompt = page.locator("#chat-prompt textarea")
     prompt.fill(HOSTILE)
@@ -170,6 +200,20 @@ def test_a_run_answers_beside_what_it_was_and_goes_with_the_page(workspace, trai
     assert all(page.locator(f"#chat-{side} [data-testid=bot] .md").first.inner_text() for side in ("left", "right"))
     assert page.locator("#chat-left .md img, #chat-left .md strong").count() == 0
     assert not [url for url in requested if url.endswith("/x")], "nothing in a message is loaded"
+    # An answer is generated anew, with other settings, in the place of the last one.
+    page.locator("#chat-options > button").click()
+    page.locator("#chat-max-new-tokens input").fill("1")
+    page.locator("#chat-max-new-tokens input").press("Tab")
+    before = page.locator("#chat-left [data-testid=bot] .md").inner_text()
+    page.locator("#chat-again").click()
+    page.wait_for_function(
+        "before => document.querySelector('#chat-left [data-testid=bot] .md')?.innerText.length < before.length"
+        " && !document.querySelector('#chat-again').disabled",
+        arg=before,
+    )
+    for side in ("left", "right"):
+        assert page.locator(f"#chat-{side} [data-testid=user]").count() == 1
+        assert page.locator(f"#chat-{side} [data-testid=bot]").count() == 1
     page.locator("#chat-unload").click()
     page.get_by_text("its memory is free").wait_for()
     assert not first.is_running() and holders(server) == []
