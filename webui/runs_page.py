@@ -17,6 +17,7 @@ from webui.runs_table import (
     COLUMNS,
     DEFAULT_COLUMNS,
     ORDERS,
+    PAGE_RUNS,
     column_title,
     columns_in,
     found,
@@ -54,6 +55,7 @@ element.addEventListener("change", (event) => {
 element.addEventListener("click", (event) => {
   const tag = event.target.closest(".runs-tag");
   if (tag) trigger("select", { value: tag.dataset.tag });
+  if (event.target.closest(".runs-more")) trigger("expand");
 });
 document.addEventListener("focusin", (event) => { focused = element.contains(event.target) ? event.target.id : null; });
 new MutationObserver(paint).observe(element, { childList: true, subtree: true });
@@ -117,10 +119,12 @@ def _build_table(
     output = gr.HTML(elem_id="runs-list", js_on_load=CHOOSING)
     plot = gr.Plot(visible=False, show_label=False, container=False, elem_id="runs-parallel", elem_classes="runs-chart")
     devices = devices_view.build(words)
-    seen_state = gr.Textbox("{}", visible=False)
+    seen_state, limit = gr.Textbox("{}", visible=False), gr.Number(PAGE_RUNS, precision=0, visible=False)
     tick = gr.Timer(site.tick_seconds, active=False)
 
-    def fill(search: str, states: list[str], tags: list[str], order: Any, shown: list[str], seen: str) -> list[Any]:
+    def fill(
+        search: str, states: list[str], tags: list[str], order: Any, shown: list[str], limit: int, seen: str
+    ) -> list[Any]:
         lines = listing_of(site.root).lines()
         fields = listing_of(site.root).fields(lines)
         all_tags = sorted({tag for line in lines for tag in line.tags})
@@ -128,7 +132,7 @@ def _build_table(
         sorted_lines = ordered(lines, order, fields)
         looked_for: dict[str, Any] = {"search": search, "states": states or (), "tags": tags or ()}
         keys_shown = columns_in(shown)
-        page = table_of(sorted_lines, site, words, columns=keys_shown, fields=fields, **looked_for)
+        page = table_of(sorted_lines, site, words, columns=keys_shown, fields=fields, limit=limit, **looked_for)
         drawing = plot_of(found(lines, **looked_for), [key for key in keys_shown if "." in key], fields, words)
         orders = (*ORDERS, *(key for key in keys_shown if "." in key))
         devices_now = devices_view.devices_html(site, words)
@@ -149,7 +153,7 @@ def _build_table(
 
     update: dict[str, Any] = {
         "fn": fill,
-        "inputs": [search, states, tags, order, columns, seen_state],
+        "inputs": [search, states, tags, order, columns, limit, seen_state],
         "outputs": [output, tags, order, columns, plot, devices, seen_state],
         "show_progress": "hidden",
         "trigger_mode": "always_last",
@@ -161,6 +165,7 @@ def _build_table(
     def only(chosen: list[str] | None, event: gr.EventData) -> Any:
         return gr.update(value=list(dict.fromkeys([*(chosen or []), str(event.value)])))
 
+    output.expand(lambda num: num + PAGE_RUNS, limit, limit, show_progress="hidden").then(**update)
     output.select(only, tags, tags, show_progress="hidden").then(**update)
     if not site.read_only:
         ChosenRuns(site, words).attach(output, update)

@@ -29,6 +29,10 @@ ORDERS = ("started", "name", "measure", "held_out", "tokens_per_second", "elapse
 """Columns that the table is sorted by, besides recipe fields."""
 
 
+PAGE_RUNS = 50
+"""Runs that the table shows at first, and that it shows more at each request."""
+
+
 def kept_columns() -> gr.BrowserState:
     """Return the browser's choice of columns."""
     # Fixed, so that it outlives a restart of the server; it hides nothing from the browser that holds it.
@@ -109,6 +113,7 @@ def table_of(
     tags: Sequence[str] = (),
     columns: Sequence[str] = DEFAULT_COLUMNS,
     fields: dict[str, dict[str, str]] | None = None,
+    limit: int = PAGE_RUNS,
 ) -> str:
     """The table as HTML: a form that leads to the comparison of the runs that are ticked.
 
@@ -121,6 +126,7 @@ def table_of(
         tags: Tags that a run must have.
         columns: The columns besides the name.
         fields: Values of the recipe fields, by run and key.
+        limit: Runs to show at most; a button shows more.
     """
     if not lines:
         return first_steps(site, words)
@@ -129,10 +135,16 @@ def table_of(
         return empty(words("runs.none_found", num=len(lines)))
     keys = ("compare", "name", *columns)
     heads = "".join(f"<th scope='col' class='{_class(key)}'>{escape(column_title(key, words))}</th>" for key in keys)
-    rows = "".join(_row(line, site, words, keys, (fields or {}).get(line.name, {})) for line in some)
+    rows = "".join(_row(line, site, words, keys, (fields or {}).get(line.name, {})) for line in some[:limit])
+    more = (
+        f"<p class='runs-more-line'>{escape(words('runs.shown', num=limit, of=len(some)))} "
+        f"<button type='button' class='shell-button runs-more'>{escape(words('runs.more'))}</button></p>"
+        if len(some) > limit
+        else ""
+    )
     return (
         f"<form action='{escape(site.link(words.language, 'compare'))}' method='get'><div class='runs-wide'>"
-        f"<table class='runs-table runs-all'><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
+        f"<table class='runs-table runs-all'><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>{more}"
         f"<p class='runs-compare-line'><button class='shell-button' disabled>{escape(words('runs.compare_chosen'))}"
         f"</button> <span id='runs-why'>{escape(words('runs.choose_two'))}</span></p></form>"
     )

@@ -414,6 +414,32 @@ def test_from_the_table_to_a_run_with_its_curves_its_log_and_its_recipe(trained_
 
 
 @pytest.mark.slow
+def test_a_long_table_is_shown_in_parts_and_compare_stays_in_sight(workspace, serve, open_page):
+    from playwright.sync_api import expect
+
+    for number in range(runs_table.PAGE_RUNS + 3):
+        made_run(workspace / "runs" / f"run-{number}", phase="finished")
+    page = open_page(f"{serve(workspace).url}runs")
+    rows, button = page.locator("#runs-list tbody tr"), page.get_by_role("button", name="Compare selected runs")
+    expect(rows).to_have_count(runs_table.PAGE_RUNS)
+    for place in (0, 1):
+        page.locator("#runs-list input[name=run]").nth(place).check()
+    expect(button).to_be_enabled()
+    expect(button).to_be_in_viewport()
+    assert page.evaluate("scrollY") == 0
+    expect(page.locator(".runs-more-line")).to_contain_text(
+        f"{runs_table.PAGE_RUNS} of {runs_table.PAGE_RUNS + 3} runs"
+    )
+    page.get_by_role("button", name="Show more").click()
+    expect(rows).to_have_count(runs_table.PAGE_RUNS + 3)
+    expect(page.locator("#runs-list input:checked")).to_have_count(2)
+    expect(page.locator(".runs-more-line")).to_have_count(0)
+    # A search looks in all runs.
+    page.get_by_label("Search").fill("run-1")
+    expect(rows).to_have_count(11)
+
+
+@pytest.mark.slow
 def test_runs_are_grouped_by_a_tag_compared_by_fields_and_deleted_together(
     trained_workspace, tmp_path, serve, open_page
 ):
