@@ -207,24 +207,37 @@ def pictured(prompt: str, urls: Iterable[str]) -> str:
 
 
 def completions(reader: tunekit.EventReader, words: Words, order: Literal["newest", "best", "worst"]) -> str:
-    """Answers of the training with their rewards."""
-    answer_rows = [
-        (event["step"], event["prompt"], answer["answer"], answer["rewards"], answer["advantage"])
-        for event in reader.all("completions")
-        for answer in (event["best"], event["worst"])
-    ]
-    if not answer_rows:
-        return ""
+    """Answers of the training with their rewards: by groups, the newest first, or all by their reward."""
+    events = [(event, [event["best"], *event.get("others", ()), event["worst"]]) for event in reader.all("completions")]
     if order == "newest":
-        answer_rows.sort(key=lambda one: -one[0])
-    else:
-        answer_rows.sort(key=lambda one: _total(one[3]), reverse=order == "best")
-    rows = [
-        [f"{step:,}", escape(prompt), _answer(answer, words), escape(_rewards(rewards)), f"{advantage:+.2f}"]
-        for step, prompt, answer, rewards, advantage in answer_rows[:MAX_ANSWERS]
-    ]
+        # As many groups as have answers enough for a table.
+        num_shown = max(1, MAX_ANSWERS // max((len(answers) for _, answers in events), default=1))
+        return "".join(_group(event, answers, words) for event, answers in events[: -1 - num_shown : -1])
+    rows = [(event, answer) for event, answers in events for answer in answers]
+    rows.sort(key=lambda row: _total(row[1]["rewards"]), reverse=order == "best")
+    if not rows:
+        return ""
     head = [words(f"runs.{key}") for key in ("step", "prompt", "answer", "rewards", "advantage")]
-    return table(head, rows, kind="runs-texts")
+    cells = [
+        [f"{event['step']:,}", escape(event["prompt"]), *_rewarded(answer, words)]
+        for event, answer in rows[:MAX_ANSWERS]
+    ]
+    return table(head, cells, kind="runs-texts")
+
+
+def _group(event: tunekit.Event, answers: Sequence[dict[str, Any]], words: Words) -> str:
+    """Render the answers to a prompt in a step."""
+    head = [words(f"runs.{key}") for key in ("answer", "rewards", "advantage")]
+    rows = [_rewarded(answer, words) for answer in answers]
+    return (
+        f"<section class='runs-group'><h2>{escape(words('runs.group', step=event['step']))}</h2>"
+        f"<p class='runs-answer'>{escape(event['prompt'])}</p>{table(head, rows, kind='runs-texts')}</section>"
+    )
+
+
+def _rewarded(answer: dict[str, Any], words: Words) -> list[str]:
+    """Return cells of an answer, its rewards and its advantage."""
+    return [_answer(answer["answer"], words), escape(_rewards(answer["rewards"])), f"{answer['advantage']:+.2f}"]
 
 
 def checkpoints(run: tunekit.Run, reader: tunekit.EventReader, words: Words) -> str:

@@ -1,7 +1,7 @@
 """What is told of a run besides its loss: names of the log in words, and the first and the last of each."""
 
 from tunekit.runs.events import brief, direction_of, first_and_last, judged_by, number, rows_of
-from tunekit.training.answers import MAX_LETTERS, Answers, contrast
+from tunekit.training.answers import MAX_LETTERS, MAX_OTHERS, Answers, contrast
 
 DPO = {"rewards/accuracies": 0.75, "rewards/margins": 0.5, "rewards/chosen": 0.2, "logps/chosen": -20.0, "loss": 0.6}
 UNTRAINED = {**DPO, "rewards/accuracies": 0.0, "rewards/margins": 0.0, "rewards/chosen": 0.0}
@@ -75,6 +75,17 @@ def test_the_group_is_shown_whose_rewards_are_furthest_apart():
     assert contrast(["p"], ["a"], {"one": [1.0]}, [0.0], 2) is None
     said = [[{"role": "user", "content": "hello"}]] * 2
     assert contrast(said, said, {"one": [1.0, 2.0]}, [-1.0, 1.0], 2)["prompt"] == "hello"
+
+
+def test_the_other_answers_of_a_group_stand_between_the_best_and_the_worst():
+    def answers_of(num):
+        group = contrast(["p"] * num, list(map(str, range(num))), {"one": list(range(num))}, list(range(num)), num)
+        return [int(answer["answer"]) for answer in (group["best"], *group["others"], group["worst"])]
+
+    assert answers_of(2) == [1, 0] and answers_of(5) == [4, 3, 2, 1, 0]
+    many = answers_of(64)
+    assert MAX_OTHERS / 2 <= len(many) - 2 <= MAX_OTHERS and many == sorted(set(many), reverse=True)
+    assert (many[0], many[-1]) == (63, 0)
 
 
 def test_answers_are_looked_at_once():

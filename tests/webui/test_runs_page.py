@@ -263,12 +263,15 @@ def test_answers_with_rewards_are_sorted_by_them(trained_run):
 
     for step, best, worst in ((1, 0.5, 0.25), (2, 1.0, 0.0)):
         told = {"best": answer(f"good {step}", best), "worst": answer(f"bad {step}", worst)}
+        # Runs of before have no others.
+        told |= {"others": [answer("fair 2", 0.75), answer("fair 3", 0.6)]} if step == 2 else {}
         written(trained_run, ("completions", {"step": step, "prompt": "What?", **told}))
     with history_of(trained_run) as reader:
         pages = {order: text_of(run_parts.completions(reader, WORDS, order)) for order in ("newest", "best", "worst")}
-    found = {order: re.findall(r"(?:good|bad) \d", page) for order, page in pages.items()}
-    assert found["best"] == ["good 2", "good 1", "bad 1", "bad 2"] == found["worst"][::-1]
-    assert set(found["newest"][:2]) == {"good 2", "bad 2"}
+    found = {order: re.findall(r"(?:good|fair|bad) \d", page) for order, page in pages.items()}
+    assert found["best"] == ["good 2", "fair 2", "fair 3", "good 1", "bad 1", "bad 2"] == found["worst"][::-1]
+    assert found["newest"] == ["good 2", "fair 2", "fair 3", "bad 2", "good 1", "bad 1"]
+    assert pages["newest"].count("What?") == 2 and "Step 2: answers to one prompt" in pages["newest"]
 
 
 def test_of_a_log_the_end_is_read_and_what_is_looked_for_is_shown(tmp_path, monkeypatch):

@@ -20,7 +20,8 @@ Events are JSON lines, written as they happen and read while the file grows. Eve
   its own answers, `generation_seconds`, and `data_seconds` between the steps
 - `eval`: `step`, `eval_loss` and the method's own metrics
 - `completions`: `step`, and of the prompt with the largest gap of rewards among the last generated answers, `prompt`,
-  and `best` and `worst`, each with `answer`, its `rewards` by name and its `advantage`; some 50 times a run
+  `best`, `worst` and the `others` of its answers, each with `answer`, its `rewards` by name and its `advantage`; some
+  50 times a run
 - `sample`: `when` (`before` or `after`), `prompt`, `answer`; for a prompt with images, their digests as `pictures`
 - `checkpoint`: `step`, `path`
 - `restart`: `attempt`, `step` of the checkpoint to resume from (0: from the start), `reason`

@@ -1,5 +1,6 @@
-"""Answers that were generated in training, and what their rewards said: the best and the worst to one prompt."""
+"""Answers that were generated in training, and what their rewards said: those to one prompt."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypedDict
 
@@ -8,6 +9,10 @@ MAX_LETTERS = 1000
 
 NUM_SHOWN = 50
 """Approximate maximum number of times that a run records answers."""
+
+
+MAX_OTHERS = 14
+"""Answers of a group that are written down besides the best and the worst; of more, evenly spread ones by advantage."""
 
 
 class Shown(TypedDict):
@@ -19,10 +24,11 @@ class Shown(TypedDict):
 
 
 class Contrast(TypedDict):
-    """A prompt with the best and the worst of its answers."""
+    """A prompt with the best and the worst of its answers, and the others between them, the better ones first."""
 
     prompt: str
     best: Shown
+    others: list[Shown]
     worst: Shown
 
 
@@ -58,7 +64,7 @@ def contrast(
     advantages: Sequence[float],
     num_generations: int,
 ) -> Contrast | None:
-    """The best and the worst answer of the group in which they are furthest apart; None without a whole group.
+    """The answers of the group in which the best and the worst are furthest apart; None without a whole group.
 
     Args:
         prompts: Of each answer, a text or messages.
@@ -86,10 +92,13 @@ def contrast(
             "advantage": advantages[place],
         }
 
+    best, *middle = sorted(group, key=lambda place: -advantages[place])
+    worst = middle.pop() if middle else best
     return {
         "prompt": _text(prompts[group[0]])[-MAX_LETTERS:],
-        "best": shown(max(group, key=lambda place: advantages[place])),
-        "worst": shown(min(group, key=lambda place: advantages[place])),
+        "best": shown(best),
+        "others": [shown(place) for place in middle[:: max(1, math.ceil(len(middle) / MAX_OTHERS))]],
+        "worst": shown(worst),
     }
 
 
