@@ -315,12 +315,12 @@ class Guard:
     def _decide(self, step: int, problem: str, rows: list[str]) -> None:
         """Apply the recipe's policy, in all processes alike."""
         policy, most = self.train.non_finite, self.train.max_non_finite
-        is_listed = "\n" in problem
+        end_of_list = "\n" if "\n" in problem else None
         if policy == "stop":
             hint = "lower train.learning_rate, inspect these rows, or skip such steps: train.non_finite=skip"
             raise NonFiniteError(problem, hint=hint, changes=self._changes)
         if len(self._left_out) == most:
-            what = f"{problem}{chr(10) if is_listed else '; '}{most} such steps were skipped before"
+            what = f"{problem}{end_of_list or '; '}{most} such steps were skipped before"
             hint = "lower train.learning_rate, inspect these rows, or raise train.max_non_finite"
             raise NonFiniteError(what, hint=hint, changes=self._changes)
         self._left_out.add(step)
@@ -333,7 +333,7 @@ class Guard:
         self.leaves_out = True
         self.record.write(
             "warning",
-            message=f"{problem}{chr(10) if is_listed else ': '}step skipped ({len(self._left_out)} of {most} allowed)",
+            message=f"{problem}{end_of_list or ': '}step skipped ({len(self._left_out)} of {most} allowed)",
             left_out=step,
             rows=rows,
         )
