@@ -1,7 +1,8 @@
 """Checkpoint and edits of a resume: the effect of each is shown before anything is done."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
@@ -55,6 +56,8 @@ class ResumeForm:
                     min_width=280,
                 )  # fmt: skip
             self.effects = gr.HTML(elem_id="controls-effects")
+            # Its change has the effects looked at, which decide whether the button is enabled.
+            self.can_go_on = gr.Textbox("", visible=False)
             self.go_on = gr.Button(
                 words("controls.go_on"), variant="primary", interactive=False, elem_id="controls-go-on"
             )
@@ -62,17 +65,17 @@ class ResumeForm:
     @property
     def outputs(self) -> list[Any]:
         """Outputs that follow the run."""
-        return [self.checkpoint, self.go_on]
+        return [self.checkpoint, self.can_go_on]
 
     def updates(self, found: Situation, chosen: str) -> list[Any]:
         """The same, for what a run is at. A chosen checkpoint that is gone is chosen no longer."""
         choices = choices_of(self._words, found)
         stays = {} if chosen in dict(choices).values() else {"value": ""}
-        return [gr.Dropdown(choices=choices, **stays), gr.Button(interactive=found.can_go_on)]
+        return [gr.Dropdown(choices=choices, **stays), "yes" if found.can_go_on else ""]
 
     def disabled(self) -> list[Any]:
         """The same, where there is no run."""
-        return [gr.skip(), gr.Button(interactive=False)]
+        return [gr.skip(), ""]
 
     def attach(
         self,
@@ -93,33 +96,41 @@ class ResumeForm:
         """
         inputs = [self._run_name, self.checkpoint, self.edits, self.weights_only]
 
-        def effects(name: str, checkpoint: str, edits: str, weights_only: bool) -> str:
-            return effects_table(self._site, self._words, name, checkpoint, edits, weights_only=weights_only)
+        def effects(
+            name: str, checkpoint: str, edits: str, weights_only: bool, can_go_on: str
+        ) -> tuple[str, dict[str, Any]]:
+            shown = effects_of(self._site, self._words, name, checkpoint, edits, weights_only=weights_only)
+            return shown.html, gr.update(interactive=shown.is_possible and bool(can_go_on))
 
         def mended(name: str) -> tuple[Any, Any]:
             diagnosis = situation_of(self._site.run(name)).diagnosis
             return "\n".join(diagnosis.changes if diagnosis else ()), gr.Accordion(open=True)
 
-        follow: dict[str, Any] = {"fn": effects, "inputs": inputs, "outputs": self.effects, "show_progress": "hidden"}
+        follow: dict[str, Any] = {
+            "fn": effects,
+            "inputs": [*inputs, self.can_go_on],
+            "outputs": [self.effects, self.go_on],
+            "show_progress": "hidden",
+        }
         # Each by itself: of several in one, the last may be lost while another is answered.
-        for changed in (self.edits.change, self.checkpoint.input, self.weights_only.input):
+        for changed in (self.edits.change, self.checkpoint.input, self.weights_only.change, self.can_go_on.change):
             changed(**follow, trigger_mode="always_last")
         # Requests of two events may overtake one another: what was typed while the form opened is asked for again.
         manage.expand(**follow).then(**follow)
         filled = mend.click(mended, self._run_name, [self.edits, manage], show_progress="hidden")
         filled.then(**follow)
-        started = self.go_on.click(self._start, [*inputs, self.queue], [problem, self.edits])
+        started = self.go_on.click(self._start, [*inputs, self.queue], [problem, self.edits, self.weights_only])
         started.then(refresh, **again)
 
-    def _start(self, name: str, checkpoint: str, edits: str, weights_only: bool, queue: bool) -> tuple[Any, Any]:
-        """Resume, and return the message and the edits, which are empty once they are the run's."""
+    def _start(self, name: str, checkpoint: str, edits: str, weights_only: bool, queue: bool) -> tuple[Any, ...]:
+        """Resume, and return the message, and the edits and the tick, which are empty once they are the run's."""
         try:
             run = self._site.run(name)
             check_edits(self._site, run, lines_of(edits))
             _check_offered(run, checkpoint)
             effects = tunekit.effects_of(run, lines_of(edits), from_=checkpoint or None, weights_only=weights_only)
-            if saved := [edit.key for edit in effects if edit.effect == "saved state"]:
-                raise tunekit.TunekitError(self._words("controls.needs_weights_only", keys=", ".join(saved)))
+            for why_not in _why_not(self._words, effects):
+                raise tunekit.TunekitError(why_not)
             with _lock:
                 if name in _starting:
                     raise tunekit.TunekitError(self._words("controls.already"))
@@ -132,9 +143,9 @@ class ResumeForm:
                 with _lock:
                     _starting.discard(name)
         except tunekit.TunekitError as error:
-            return message(told(error)), gr.skip()
+            return message(told(error)), gr.skip(), gr.skip()
         situation.forget(run)
-        return message(f"<p role='status'>{escape(self._words('controls.going_on'))}</p>"), ""
+        return message(f"<p role='status'>{escape(self._words('controls.going_on'))}</p>"), "", False
 
 
 def _check_offered(run: tunekit.Run, checkpoint: str) -> None:
@@ -182,24 +193,41 @@ def _label(words: Words, one: tunekit.Checkpoint) -> str:
     return " · ".join(parts)
 
 
-def effects_table(site: Site, words: Words, name: str, checkpoint: str, edits: str, *, weights_only: bool) -> str:
-    """Render the effects of edits as a table; or their problems."""
+@dataclass(frozen=True)
+class Effects:
+    """Effects of edits as a table, or their problems; and whether a run can be resumed with them."""
+
+    html: str
+    is_possible: bool
+
+
+def effects_of(site: Site, words: Words, name: str, checkpoint: str, edits: str, *, weights_only: bool) -> Effects:
+    """Render the effects of edits of a run, and decide whether it can be resumed with them."""
     try:
         run = site.run(name)
         if not lines_of(edits) and not situation_of(run).can_go_on:
-            return ""
+            return Effects("", is_possible=False)
         _check_offered(run, checkpoint)
         effects = tunekit.effects_of(run, lines_of(edits), from_=checkpoint or None, weights_only=weights_only)
     except tunekit.TunekitError as error:
-        return told(error)
+        return Effects(told(error), is_possible=False)
     if not effects:
-        return f"<p>{escape(words('controls.no_edits'))}</p>"
+        return Effects(f"<p>{escape(words('controls.no_edits'))}</p>", is_possible=True)
     heads = "".join(
         f"<th scope='col'>{escape(words(f'controls.effects_{key}'))}</th>" for key in ("key", "before", "now", "effect")
     )
     rows = "".join(_row(words, effect) for effect in effects)
     caption = escape(words("controls.effects"))
-    return f"<table><caption>{caption}</caption><tr>{heads}</tr>{rows}</table>"
+    why_not = "".join(f"<p class='controls-why-not'>{escape(line)}</p>" for line in _why_not(words, effects))
+    return Effects(f"<table><caption>{caption}</caption><tr>{heads}</tr>{rows}</table>{why_not}", not why_not)
+
+
+def _why_not(words: Words, effects: Sequence[tunekit.EditEffect]) -> Iterator[str]:
+    """Yield why a run cannot be resumed with edits of such effects, and the remedy."""
+    for effect, text in (("saved state", "needs_weights_only"), ("refused", "needs_removal")):
+        keys = [edit.key for edit in effects if edit.effect == effect]
+        if keys:
+            yield words(f"controls.{text}", keys=", ".join(keys))
 
 
 def _row(words: Words, one: tunekit.EditEffect) -> str:

@@ -17,7 +17,7 @@ from tests.waiting import LIMIT_SECONDS
 from webui import situation
 from webui.controls import _Shown, _write, line_of, look, tags_in
 from webui.diagnosis import card
-from webui.resume_form import ResumeForm, choices_of, effects_table, lines_of
+from webui.resume_form import Effects, ResumeForm, choices_of, effects_of, lines_of
 from webui.site import Site
 from webui.situation import situation_of
 from webui.words import Words
@@ -62,25 +62,36 @@ def test_what_becomes_of_each_edit_stands_in_a_table_before_anything_is_done(sit
     before = (trained_run.path / "recipe.yaml").read_text()
     edits = "train.max_steps=12\n\n adapter.rank=4 \ntrain.learning_rate=1e-5"
     assert lines_of(edits) == ["train.max_steps=12", "adapter.rank=4", "train.learning_rate=1e-5"]
-    table = effects_table(site, EN, trained_run.name, "", edits, weights_only=False)
+    table = effects_of(site, EN, trained_run.name, "", edits, weights_only=False).html
     rows = {row.split("</code>")[0].split("<code>")[1]: unescape(row) for row in table.split("<tr>")[2:]}
     assert "✓ applied" in rows["train.max_steps"]
     assert "✗ refused" in rows["adapter.rank"] and "another adapter" in rows["adapter.rank"]
     assert "△ requires “Weights only”" in rows["train.learning_rate"]
-    alone = effects_table(site, EN, trained_run.name, "", "train.learning_rate=1e-5", weights_only=True)
-    assert "✓ applied" in alone
-    assert (
-        effects_table(site, EN, trained_run.name, "", "", weights_only=False)
-        == "<p>No edits: the run resumes unchanged.</p>"
+    alone = effects_of(site, EN, trained_run.name, "", "train.learning_rate=1e-5", weights_only=True)
+    assert "✓ applied" in alone.html and alone.is_possible
+    assert effects_of(site, EN, trained_run.name, "", "", weights_only=False) == Effects(
+        "<p>No edits: the run resumes unchanged.</p>", is_possible=True
     )
     assert (trained_run.path / "recipe.yaml").read_text() == before
 
 
+@pytest.mark.parametrize(
+    ("edit", "why_not"),
+    [
+        ("train.learning_rate=1e-5", "train.learning_rate: tick “Weights only”, or remove the edit"),
+        ("adapter.rank=4", "adapter.rank: remove the edit"),
+    ],
+)
+def test_edits_that_cannot_be_resumed_with_say_so_with_the_remedy(site, trained_run, edit, why_not):
+    shown = effects_of(site, EN, trained_run.name, "", f"train.max_steps=12\n{edit}", weights_only=False)
+    assert not shown.is_possible and shown.html.endswith(f"<p class='controls-why-not'>{why_not}</p>")
+
+
 @pytest.mark.parametrize("edits", ["train.max_stepz=3", "<script>alert(1)</script>=3", "nothing"])
 def test_edits_that_are_none_are_told_in_words(site, trained_run, edits):
-    told = effects_table(site, EN, trained_run.name, "", edits, weights_only=False)
-    assert "role='alert'" in told and "<script>" not in told
-    assert effects_table(site, EN, "no/such", "", "", weights_only=False).startswith("<div class='told'")
+    told = effects_of(site, EN, trained_run.name, "", edits, weights_only=False)
+    assert "role='alert'" in told.html and "<script>" not in told.html and not told.is_possible
+    assert effects_of(site, EN, "no/such", "", "", weights_only=False).html.startswith("<div class='told'")
 
 
 def test_a_failure_is_told_with_a_link_to_a_new_run_that_has_the_change(site, workspace):
@@ -130,7 +141,7 @@ def test_a_run_is_resumed_with_edits_that_stay_in_the_workspace_alone(site, work
     monkeypatch.setattr(tunekit, "start_resume", lambda run, edits, **options: started.append(edits))
     with gr.Blocks():
         form = ResumeForm(site, EN, gr.Textbox())
-    told, _ = form._start("mine", "", edit, False, False)
+    told, *_ = form._start("mine", "", edit, False, False)
     assert not started and edit.partition("=")[0] in unescape(told.value) and "workspace" in told.value
     form._start("mine", "", "train.max_steps=9", False, False)
     assert started == [["train.max_steps=9"]]
@@ -210,16 +221,20 @@ def test_a_live_run_is_stopped_continued_from_a_chosen_checkpoint_tagged_and_del
     page.get_by_role("option", name=f"step {earlier.step} ").click()
     page.get_by_label("Edits").fill(f"train.max_steps={earlier.step + 3}\ntrain.learning_rate=1")
     expect(page.locator("#controls-effects")).to_contain_text("requires “Weights only”")
-    page.locator("#controls-go-on").click()
     told = "train.learning_rate: tick “Weights only”, or remove the edit"
-    expect(page.locator("#controls-problem")).to_contain_text(told)
+    expect(page.locator("#controls-effects")).to_contain_text(told)
+    expect(page.locator("#controls-go-on")).to_be_disabled()
+    page.locator("#controls-weights-only input").check()
+    expect(page.locator("#controls-go-on")).to_be_enabled()
+    page.locator("#controls-weights-only input").uncheck()
+    expect(page.locator("#controls-go-on")).to_be_disabled()
     page.get_by_label("Edits").fill(f"train.max_steps={earlier.step + 3}")
     expect(page.locator("#controls-effects tr")).to_have_count(2)
     page.locator("#controls-go-on").click()
     expect(page.locator("#controls-problem")).to_contain_text("Resumed.")
     expect(page.locator("#controls-effects tr")).to_have_count(0)
     expect(head).to_contain_text(f"step {earlier.step + 3} of {earlier.step + 3}")
-    expect(head).to_contain_text("finished")
+    expect(head.locator(".runs-state")).to_contain_text("finished")
     assert run.state == "finished"
     resumed = next(event for event in reversed(run.events()) if event["event"] == "resume")
     assert (resumed["step"], run.status()["step"]) == (earlier.step, earlier.step + 3)
@@ -286,5 +301,5 @@ def test_a_checkpoint_that_is_no_longer_offered_is_no_error_of_the_page(site):
 def test_a_name_of_a_checkpoint_that_is_none_of_the_runs_is_refused(site, workspace):
     run = made_run(workspace / "runs" / "mine", phase="interrupted")
     for name in ("checkpoint-999", "../../other/checkpoints/checkpoint-1"):
-        shown = unescape(effects_table(site, EN, run.name, name, "train.max_steps=9", weights_only=False))
+        shown = unescape(effects_of(site, EN, run.name, name, "train.max_steps=9", weights_only=False).html)
         assert f"mine has no checkpoint {name}" in shown
