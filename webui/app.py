@@ -139,10 +139,12 @@ def _header(site: Site, words: Words, current: str) -> str:
         for name in PAGES
     )
     (other,) = set(LANGUAGES) - {words.language}
+    button = f"<button>{escape(words('shell.log_out'))}</button>"
+    log_out = f"<form method='post' action='{prefix(words.language)}/logout'>{button}</form>"
     return (
         f"<header><a class='shell-name' href='{prefix(words.language)}/' "
         f"title='{escape(words('shell.workspace', root=site.root))}'>{escape(words('shell.name'))}</a>"
         f"<nav aria-label='{escape(words('shell.pages'))}'>{links}</nav>"
         f"<a id='shell-language' lang='{other}' hreflang='{other}' href='{site.link(other, current)}'>"
-        f"{escape(LANGUAGES[other])}</a></header>"
+        f"{escape(LANGUAGES[other])}</a>{log_out if site.has_password else ''}</header>"
     )

@@ -3,14 +3,21 @@
 Every request passes here, also for files, the queue, uploads and websockets. A page of another site can send requests
 to this machine from its visitor's browser; browsers say where such a request comes from, and it is refused. A name that
 somebody else lets point to this machine (DNS rebinding) is not one of the server's, and is refused too.
+
+Wrong passwords are counted by address, and behind a proxy all visitors may have the same one: somebody who guesses
+there would keep everyone out. So a browser that logged in once holds a second cookie, which opens nothing, and has a
+count for itself: guesses of others lock out only browsers that are new here, and no session ever. Clients of a proxy on
+this machine are counted apart anyway, since uvicorn reads their addresses from its `X-Forwarded-For`; those of other
+proxies where `FORWARDED_ALLOW_IPS` names them.
 """
 
 import hmac
 import ipaddress
 import secrets
 import time
-from collections import defaultdict
+from collections import OrderedDict
 from html import escape
+from typing import Any
 from urllib.parse import parse_qs, urlencode, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -26,11 +33,18 @@ LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 """Names of this machine in addresses that only it can reach."""
 
 COOKIE = "tunekit"
+BROWSER_COOKIE = "tunekit-browser"
 MAX_LOGIN_BYTES = 4096
 MAX_TRIES = 10
-"""Wrong passwords from one address in `TRIES_SECONDS`; then none is looked at, for as long."""
+"""Wrong passwords of one guesser in `TRIES_SECONDS`; then none is looked at, for as long."""
 
 TRIES_SECONDS = 60.0
+
+MAX_SESSIONS = 1000
+"""Sessions that are open at once; a log-in beyond ends the oldest."""
+
+KNOWN_SECONDS = 365 * 24 * 3600
+"""Seconds for which a browser that logged in is recognized."""
 
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
@@ -80,8 +94,9 @@ class Gate:
 
     def __init__(self, app: ASGIApp, *, password: str | None, read_only: bool) -> None:
         self._app, self._password, self._read_only = app, password, read_only
-        self._token = secrets.token_urlsafe(32)
-        self._wrong: defaultdict[str, list[float]] = defaultdict(list)
+        self._sessions: OrderedDict[str, None] = OrderedDict()
+        self._secret = secrets.token_bytes(32)
+        self._wrong: dict[str, list[float]] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or have it answered."""
@@ -94,6 +109,8 @@ class Gate:
             return
         if refusal is None and self._password is not None and _page_of(scope["path"]) == "/login":
             refusal = await self._login(Request(scope, receive))
+        elif refusal is None and self._password is not None and _page_of(scope["path"]) == "/logout":
+            refusal = self._logout(Request(scope))
         if refusal is not None:
             await refusal(scope, receive, _with_headers(send))
             return
@@ -115,47 +132,80 @@ class Gate:
             return PlainTextResponse("cross-origin requests are refused", 403)
         if self._read_only and scope["path"].rstrip("/").endswith("/upload"):
             return PlainTextResponse("this server is read-only", 403)
-        if self._password is None or _page_of(scope["path"]) == "/login" or self._is_known(scope):
+        if self._password is None or _page_of(scope["path"]) in ("/login", "/logout") or self._is_known(scope):
             return None
         if not is_websocket and method == "GET" and "text/html" in headers.get("accept", ""):
             here = scope["path"] + (f"?{scope['query_string'].decode('latin-1')}" if scope["query_string"] else "")
-            language = next((code for code in LANGUAGES if code != "en" and scope["path"].startswith(f"/{code}")), "en")
-            return RedirectResponse(f"{prefix(language)}/login?{urlencode({'next': here})}", 303)
+            return RedirectResponse(f"{prefix(_language_of(scope['path']))}/login?{urlencode({'next': here})}", 303)
         return PlainTextResponse("log in first", 401)
 
     def _is_known(self, scope: Scope) -> bool:
-        request = Request({**scope, "type": "http"})
-        cookie = request.cookies.get(_cookie_of(request.headers.get("host", "")), "")
-        return hmac.compare_digest(cookie.encode(), self._token.encode())
+        return _cookie_in(Request({**scope, "type": "http"}), COOKIE) in self._sessions
+
+    def _guesser(self, request: Request) -> str:
+        """Return who counts as having typed a password: a browser that logged in before, or else an address."""
+        browser, _, signature = _cookie_in(request, BROWSER_COOKIE).partition(".")
+        if browser and hmac.compare_digest(signature.encode(), self._signature(browser).encode()):
+            return browser
+        return request.client.host if request.client else ""
+
+    def _signature(self, browser: str) -> str:
+        return hmac.digest(self._secret, browser.encode(), "sha256").hex()
+
+    def _recent(self, guesser: str) -> list[float]:
+        """Return when wrong passwords came from somebody; those of long ago are forgotten, whoever they came from."""
+        since = time.monotonic() - TRIES_SECONDS
+        self._wrong = {
+            name: recent for name, times in self._wrong.items() if (recent := [t for t in times if t > since])
+        }
+        return self._wrong.get(guesser, [])
+
+    def _logout(self, request: Request) -> Response:
+        """End the session of a browser; only a form of these pages can."""
+        if request.method != "POST":
+            return PlainTextResponse("use the button in the page's header", 405)
+        self._sessions.pop(_cookie_in(request, COOKIE), None)
+        answer = RedirectResponse(f"{prefix(_language_of(request.url.path))}/login", 303)
+        answer.delete_cookie(_cookie_of(COOKIE, request), httponly=True, samesite="strict")
+        return answer
 
     async def _login(self, request: Request) -> Response:
         """The page that asks for the password, or what follows an answer."""
-        words = Words(request.url.path.strip("/").partition("/")[0] if request.url.path != "/login" else "en")
+        words = Words(_language_of(request.url.path))
         onward = _own_path(request.query_params.get("next", "/"))
         if request.method != "POST":
             return _login_page(words, onward, "")
         if int(request.headers.get("content-length") or MAX_LOGIN_BYTES + 1) > MAX_LOGIN_BYTES:
             return PlainTextResponse("the form is too long for a password", 413)
-        address = request.client.host if request.client else ""
-        recent = [then for then in self._wrong[address] if time.monotonic() - then < TRIES_SECONDS]
+        guesser = self._guesser(request)
+        recent = self._recent(guesser)
         if len(recent) >= MAX_TRIES:
             return _login_page(words, onward, words("shell.too_many", seconds=round(TRIES_SECONDS)), 429)
         password = parse_qs((await request.body()).decode("utf-8", errors="replace")).get("password", [""])[0]
         if not hmac.compare_digest(password.encode(), str(self._password).encode()):
-            self._wrong[address] = [*recent, time.monotonic()]
+            self._wrong[guesser] = [*recent, time.monotonic()]
             return _login_page(words, onward, words("shell.wrong_password"), 401)
-        del self._wrong[address]
+        self._wrong.pop(guesser, None)
+        token, browser = secrets.token_urlsafe(32), secrets.token_urlsafe(16)
+        self._sessions[token] = None
+        while len(self._sessions) > MAX_SESSIONS:
+            self._sessions.popitem(last=False)
         answer = RedirectResponse(onward, 303)
-        is_secure = request.url.scheme == "https"
-        cookie = _cookie_of(request.headers.get("host", ""))
-        answer.set_cookie(cookie, self._token, httponly=True, samesite="strict", secure=is_secure)
+        options: dict[str, Any] = {"httponly": True, "samesite": "strict", "secure": request.url.scheme == "https"}
+        answer.set_cookie(_cookie_of(COOKIE, request), token, **options)
+        identity = f"{browser}.{self._signature(browser)}"
+        answer.set_cookie(_cookie_of(BROWSER_COOKIE, request), identity, max_age=KNOWN_SECONDS, **options)
         return answer
+
+
+def _language_of(path: str) -> str:
+    """Return the language of a path."""
+    return next((code for code in LANGUAGES if code != "en" and f"{path}/".startswith(f"/{code}/")), "en")
 
 
 def _page_of(path: str) -> str:
     """A path without its language."""
-    language = next((code for code in LANGUAGES if code != "en" and path.startswith(f"/{code}/")), "en")
-    return path.removeprefix(prefix(language))
+    return path.removeprefix(prefix(_language_of(path)))
 
 
 def _name_of(host: str) -> str:
@@ -163,10 +213,15 @@ def _name_of(host: str) -> str:
     return urlsplit(f"//{host}").hostname or ""
 
 
-def _cookie_of(host: str) -> str:
-    """The name of the cookie of a server: browsers keep cookies by hosts, on which several ports may have one."""
-    port = host.rpartition(":")[2]
-    return f"{COOKIE}-{port}" if port.isdigit() else COOKIE
+def _cookie_of(name: str, request: Request) -> str:
+    """The name of a cookie of a server: browsers keep cookies by hosts, on which several ports may have one."""
+    port = request.headers.get("host", "").rpartition(":")[2]
+    return f"{name}-{port}" if port.isdigit() else name
+
+
+def _cookie_in(request: Request, name: str) -> str:
+    """Return the value of a cookie of this server; empty if there is none."""
+    return request.cookies.get(_cookie_of(name, request), "")
 
 
 def _own_path(text: str) -> str:

@@ -34,12 +34,14 @@ class Site:
         root: The workspace. It is the server's working directory too, so that a relative path means the same in a
             recipe, on the command line and in the pages.
         read_only: Whether the pages only show.
+        has_password: Whether visitors log in, so that they can log out.
         max_upload_bytes: How large a file may be that a browser sends.
         tick_seconds: How often a page looks for what is new.
     """
 
     root: Path
     read_only: bool = False
+    has_password: bool = False
     max_upload_bytes: int = 2 * 2**30
     tick_seconds: float = 2.0
 

@@ -149,13 +149,13 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
     """Open a page of a server in a browser of its own: `open_page(url, width=390)`; the test ends its errors."""
     contexts = []
 
-    def opened(url: str, *, width: int = 1280, height: int = 900) -> Any:
+    def opened(url: str, *, width: int = 1280, height: int = 900, waits_for: str = "#shell-header") -> Any:
         context = browser.new_context(viewport={"width": width, "height": height})
         context.set_default_timeout(1000 * LIMIT_SECONDS)
         contexts.append(context)
         page = context.new_page()
         page.goto(url)
-        page.locator("#shell-header").wait_for()
+        page.locator(waits_for).wait_for()
         return page
 
     yield opened

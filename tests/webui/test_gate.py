@@ -119,8 +119,8 @@ def test_the_password_opens_the_pages_and_a_wrong_one_does_not(locked_server):
         cookie = right.headers["set-cookie"].lower()
         assert "httponly" in cookie and "samesite=strict" in cookie and PASSWORD not in cookie
         assert client.get("/config").status_code == 200
-        ((name, token),) = client.cookies.items()
-    assert name == f"tunekit-{httpx.URL(locked_server).port}", "a server on another port has another one"
+        name = f"tunekit-{httpx.URL(locked_server).port}"  # a server on another port has another one
+        token = client.cookies[name]
     assert get(f"{locked_server}/config", cookies={name: token}).status_code == 200
     assert get(f"{locked_server}/config", cookies={name: "forged"}).status_code == 401
 
@@ -140,6 +140,45 @@ def test_a_visitor_is_logged_in_to_two_servers_of_a_machine_at_once():
     assert [visit.get("/").text for visit in visits] == ["page", "page"]
 
 
+def visitor(app, **options):
+    return TestClient(app, base_url="http://127.0.0.1:7860", follow_redirects=False, **options)
+
+
+def test_a_log_out_ends_the_session_of_this_browser_for_whoever_has_its_cookie_and_no_other():
+    gate = Gate(PlainTextResponse("page"), password=PASSWORD, read_only=False)
+    first, second = visitor(gate), visitor(gate)
+    for visit in (first, second):
+        visit.post("/login", data={"password": PASSWORD})
+    stolen = dict(first.cookies)
+    assert stolen["tunekit-7860"] != second.cookies["tunekit-7860"]
+    assert first.get("/logout").status_code == 405, "no link leads out"
+    foreign = {"Origin": "https://elsewhere.example"}
+    assert first.post("/logout", headers=foreign).status_code == 403
+    assert first.get("/").text == "page"
+    answer = first.post("/zh/logout")
+    assert (answer.status_code, answer.headers["location"]) == (303, "/zh/login")
+    assert visitor(gate, cookies=stolen).get("/").status_code == 401 == first.get("/").status_code
+    assert second.get("/").text == "page"
+    # One that the server does not know any more is led to the question, too.
+    assert first.post("/logout").headers["location"] == "/login"
+
+
+def test_guesses_from_an_address_lock_out_no_browser_that_has_logged_in_from_there():
+    gate = Gate(PlainTextResponse("page"), password=PASSWORD, read_only=False)
+    known, new = visitor(gate), visitor(gate)
+    known.post("/login", data={"password": PASSWORD})
+    codes = [new.post("/login", data={"password": str(n)}).status_code for n in range(MAX_TRIES + 1)]
+    assert codes == [401] * MAX_TRIES + [429]
+    assert known.get("/").text == "page"
+    known.post("/logout")
+    # It is counted for itself, and a cookie that somebody makes up is not.
+    assert known.post("/login", data={"password": PASSWORD}).status_code == 303
+    codes = [known.post("/login", data={"password": str(n)}).status_code for n in range(MAX_TRIES + 1)]
+    assert codes == [401] * MAX_TRIES + [429]
+    forged = visitor(gate, cookies={"tunekit-browser-7860": "me.0123"})
+    assert forged.post("/login", data={"password": PASSWORD}).status_code == 429
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("onward", ["//elsewhere.example", "https://elsewhere.example", "/\\elsewhere.example", "/\tx"])
 def test_a_login_leads_to_no_other_site(locked_server, onward):
@@ -153,6 +192,21 @@ def test_passwords_cannot_be_tried_for_long(serve, root):
     codes = [post(f"{url}login", data={"password": str(n)}).status_code for n in range(MAX_TRIES + 2)]
     assert codes == [401] * MAX_TRIES + [429] * 2
     assert post(f"{url}login", data={"password": PASSWORD}).status_code == 429
+    # A proxy on this machine says whom it asks for.
+    proxied = post(f"{url}login", data={"password": PASSWORD}, headers={"X-Forwarded-For": "192.0.2.7"})
+    assert proxied.status_code == 303
+
+
+@pytest.mark.slow
+def test_a_visitor_logs_out_in_the_page(serve, root, open_page):
+    page = open_page(f"{serve(root, TUNEKIT_UI_PASSWORD=PASSWORD).url}login?next=/data", waits_for="#password")
+    page.locator("#password").fill(PASSWORD)
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/data")
+    page.get_by_role("button", name="Log out").click()
+    page.wait_for_url("**/login")
+    page.goto(page.url.replace("login", "runs"))
+    page.locator("#password").wait_for()
 
 
 @pytest.mark.slow

@@ -500,7 +500,7 @@ def ui(
     password = os.environ.get(PASSWORD_VARIABLE) or None
     if password_file is not None:
         password = cli.secret_in(password_file, "--password-file", "password")
-    site = Site(workspace(root), read_only=read_only)
+    site = Site(workspace(root), read_only=read_only, has_password=password is not None)
     serve(site, host=host, port=port, password=password, open_browser=open_browser)
 
 
