@@ -23,6 +23,7 @@ from webui.data_asked import Asked, address_of, asked_in, is_remote, methods, re
 from webui.data_fields import Fields, anew, choices
 from webui.failures import told_by
 from webui.site import Site
+from webui.upload_removal import Removal, delete_upload, upload_of
 from webui.uploads import SUFFIXES, place_of_good_rows, save_uploads
 from webui.words import Words, told
 
@@ -47,6 +48,7 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
     gr.Markdown(f"# {words('data.title')}")
     fields = Fields(site, words)
     status = gr.HTML(elem_id="data-status", padding=False, js_on_load=_chosen(site))
+    removal = Removal(words)
     with gr.Accordion(words("data.columns"), open=False, visible=False, elem_id="data-mapping") as mapping:
         table = gr.HTML(elem_id="data-columns", padding=False)
         fields.make_mapping()
@@ -66,7 +68,7 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
     measured = _build_measuring(site, words, fields)
     tried = _build_rewards(site, words, fields)
     outputs = [status, mapping, table, bad, mend, rows, pages, back, where, forth, start, use, address]
-    outputs += [*measured, *tried, editor.column, *fields.found]
+    outputs += [*measured, *tried, editor.column, removal.row, removal.dialog, *fields.found]
 
     def look(start: int, *values: Any) -> list[Any]:
         return _look(site, words, fields, fields.asked(*values), int(start or 0))
@@ -89,7 +91,9 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
         return fields.fill(site, asked_in(dict(request.query_params), changes))
 
     looking: dict[str, Any] = {"outputs": outputs, "show_progress_on": [rows], "trigger_mode": "always_last"}
-    page.load(opened, None, fields.filled, show_progress="hidden").then(look_unasked, fields.inputs, **looking)
+    filled = page.load(opened, None, fields.filled, show_progress="hidden")
+    filled.then(None, None, status, js=f"() => location.search ? {json.dumps(_progress(words, None))} : ''")
+    filled.then(look_unasked, fields.inputs, **looking).failure(None, None, status, js="() => ''")
 
     def attach(listen: Any, handler: Any, inputs: Any, **options: Any) -> None:
         """Have an event look at rows; the address says at which."""
@@ -112,6 +116,19 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
 
     if site.read_only:
         return
+    removal.attach(site, fields.path)
+
+    def delete(*values: Any) -> list[Any]:
+        try:
+            name = delete_upload(site, fields.asked(*values).path)
+        except tunekit.TunekitError as error:
+            unchanged = [gr.skip() for _ in (fields.path, *outputs)]
+            unchanged[1 + outputs.index(status)] = told(error)
+            unchanged[1 + outputs.index(removal.dialog)] = gr.Column(visible=False)
+            return unchanged
+        message = f"<p role='status'>{escape(words('data.deleted', name=name))}</p>"
+        address = site.link(words.language, "data")
+        return [gr.Dropdown(choices=choices(site), value=""), *_shown(words, fields, status=message, address=address)]
 
     def upload(files: list[str] | None, *values: Any) -> list[Any]:
         if not files:
@@ -160,6 +177,7 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
     corrected_by = [editor.text, editor.numbers, *fields.inputs]
     attach(editor.save.click, save_corrected, corrected_by, outputs=[fields.path, *outputs])
     attach(drop.click, drop_bad, fields.inputs, outputs=[fields.path, *outputs])
+    attach(removal.sure.click, delete, fields.inputs, outputs=[fields.path, *outputs])
     attach(fields.upload.upload, upload, [fields.upload, *fields.inputs], outputs=[fields.path, *outputs])
 
 
@@ -174,7 +192,8 @@ def _look(site: Site, words: Words, fields: Fields, asked: Asked, start: int) ->
         recipe = recipe_of(site, asked)
         preview = work.call("preview", recipe, key=asked.key, start=start, num_rows=ROWS)
     except tunekit.TunekitError as error:
-        return _shown(words, fields, status=told(error), address=site.link(words.language, "data", **address_of(asked)))
+        address = site.link(words.language, "data", **address_of(asked))
+        return _shown(words, fields, status=told(error), address=address, removable=_removable(site, asked))
     last = start + len(preview.rows)
     is_end = last >= preview.num_rows and (preview.is_whole or preview.problem is not None)
     total = f"{preview.num_rows:,}" + ("" if preview.is_whole else "+")
@@ -201,8 +220,14 @@ def _look(site: Site, words: Words, fields: Fields, asked: Asked, start: int) ->
         trial=gr.Column(visible=is_tried),
         pairs=gr.update(choices=[(words("data.no_pairs"), ""), *choices(site)]) if is_tried else gr.skip(),
         **({"said": gr.skip(), "chart": gr.skip(), "numbers": gr.skip(), "tried": gr.skip()} if start else {}),
+        removable=_removable(site, asked),
         found=fields.update(asked, preview),
     )
+
+
+def _removable(site: Site, asked: Asked) -> gr.Row:
+    is_upload = not site.read_only and not asked.origin and upload_of(site, asked.path) is not None
+    return gr.Row(visible=is_upload)
 
 
 def _new_run(site: Site, words: Words, asked: Asked) -> str:
@@ -235,6 +260,8 @@ def _shown(words: Words, fields: Fields, *, found: list[Any] | None = None, **gi
         "pairs": gr.skip(),
         "tried": "",
         "corrections": gr.Column(visible=False),
+        "removable": gr.Row(visible=False),
+        "removal": gr.Column(visible=False),
     }
     return [*(empty | given).values(), *(found or [gr.skip()] * len(fields.found))]
 

@@ -72,7 +72,7 @@ def _check(site: Site, key: str, text: str) -> None:
     if text.startswith("~"):
         raise tunekit.TunekitError(f"{key}: {text!r} is outside the workspace", hint="use a file of the workspace")
     try:
-        for path in _found(site.root / text):
+        for path in paths_of(site, text):
             site.inside(str(path))
     except tunekit.TunekitError as error:
         raise tunekit.TunekitError(f"{key}: {text!r} is outside the workspace", hint=error.hint) from error
@@ -80,8 +80,17 @@ def _check(site: Site, key: str, text: str) -> None:
         raise tunekit.TunekitError(f"{key}: {text!r} cannot be resolved: {error.strerror}") from error
 
 
-def _found(path: Path) -> list[Path]:
-    """Return the paths that a name matches: a file, a folder with its files, or all that match a pattern."""
+def paths_of(site: Site, text: str) -> list[Path]:
+    """Return the paths that a text of a recipe names: a file, a folder with its files, or all that match a pattern.
+
+    A URL, and a text of several lines, such as a chat template, names none.
+
+    Raises:
+        OSError: They cannot be resolved.
+    """
+    if "://" in text or "\n" in text:
+        return []
+    path = site.root / text
     if path.is_dir():
         return [path, *path.iterdir()]
     if path.exists() or not any(sign in str(path) for sign in "*?["):

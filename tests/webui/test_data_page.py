@@ -11,7 +11,7 @@ import pytest
 
 import tunekit
 from tests.waiting import LIMIT_SECONDS
-from tests.webui.conftest import fill
+from tests.webui.conftest import fill, slow_down
 from webui import data_charts, data_page, data_view, trial_view, work
 from webui.data_asked import Asked, address_of, asked_in, data_files, is_remote, recipe_of
 from webui.site import Site
@@ -295,6 +295,18 @@ def test_a_file_with_odd_columns_is_uploaded_mapped_and_measured_in_a_browser(tm
     assert "sea!" in "".join(sides.locator(".data-chosen .data-trained").all_text_contents())
     page.reload()
     page.locator(".data-sides").first.wait_for()
+
+
+@pytest.mark.slow
+def test_a_link_to_rows_says_that_they_are_read(tmp_path, serve, open_page):
+    from playwright.sync_api import expect
+
+    page = open_page(f"{serve(fill(tmp_path / 'workspace')).url}data")
+    expect(page.locator("#data-status")).to_contain_text("Nothing to show yet")
+    slow_down(page)
+    page.goto(f"{page.url.partition('?')[0]}?path=chats.jsonl")
+    expect(page.locator("#data-status progress")).to_be_visible()
+    expect(page.locator("#data-status")).to_contain_text("16 rows")
 
 
 @pytest.mark.slow

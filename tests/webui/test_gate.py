@@ -285,6 +285,7 @@ STARTING = {
     "_build_rewards.<locals>.run",
     "_attach_start.<locals>.begin",
     "build.<locals>.export",
+    "build.<locals>.delete",
     "build.<locals>.upload",
 }
 """What starts, changes, deletes or reads much, by the names of its functions."""

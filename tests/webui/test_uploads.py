@@ -8,9 +8,12 @@ import pytest
 from PIL import Image
 
 import tunekit
-from webui import archives
+from tunekit.api import verbs
+from tunekit.runs.run import Run
+from webui import archives, listing
 from webui.data_asked import Asked, recipe_of
 from webui.site import Site
+from webui.upload_removal import delete_upload
 from webui.uploads import save_uploads
 
 METADATA = "file_name,text\ncats/a.png,a cat\nb.jpg,a dog\n"
@@ -172,3 +175,69 @@ def test_a_folder_of_pictures_that_links_elsewhere_shows_nothing_of_it(site, tmp
         recipe_of(site, Asked(path="uploads/x"))
     preview = tunekit.preview(recipe_of(site, Asked(path="uploads/x/metadata.csv")))
     assert "is outside of" in preview.bad[0].reason
+
+
+def upload(site, name, text="1"):
+    file = site.root / "uploads" / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    return file
+
+
+def test_an_upload_is_deleted_with_its_whole_folder_and_nothing_else_is(site):
+    rows, pictures = upload(site, "rows.jsonl"), upload(site, "pictures/train.jsonl")
+    upload(site, "pictures/images/one.png")
+    (site.root / "chats.jsonl").write_text("1")
+    (site.root / "link.jsonl").symlink_to(site.root / "chats.jsonl")
+    (site.root / "uploads" / "outside.jsonl").symlink_to("/etc/hostname")
+    refused = ("chats.jsonl", "uploads", "uploads/no.jsonl", "uploads/../chats.jsonl", "uploads/*", "link.jsonl", "")
+    for path in (*refused, "uploads/outside.jsonl", "../x", "org/set"):
+        with pytest.raises(tunekit.TunekitError, match="is not an upload"):
+            delete_upload(site, path)
+    with pytest.raises(tunekit.TunekitError, match="is not an upload"):
+        delete_upload(Site(site.root, read_only=True), "uploads/rows.jsonl")
+    assert rows.exists() and pictures.exists()
+    assert delete_upload(site, "uploads/rows.jsonl") == "uploads/rows.jsonl"
+    assert delete_upload(site, "uploads/pictures/train.jsonl") == "uploads/pictures"
+    assert [path.name for path in (site.root / "uploads").iterdir()] == ["outside.jsonl"]
+
+
+@pytest.mark.parametrize("train", ["uploads/rows.jsonl", "uploads/*.jsonl", "uploads", "{root}/uploads/rows.jsonl"])
+def test_an_upload_that_a_run_reads_stays_until_the_run_is_over(site, train, monkeypatch):
+    upload(site, "rows.jsonl", '{"prompt": "Who are you?", "completion": "pico"}\n' * 4)
+    other = upload(site, "more/rows.txt")
+    recipe = {"model": "pico", "data": {"train": train.format(root=site.root)}, "output": {"dir": "runs/waits"}}
+    run = Run.create(verbs.plan(recipe))
+    run.update_status(phase="queued")
+    with pytest.raises(tunekit.TunekitError, match=r"uploads/rows\.jsonl is in use by waits"):
+        delete_upload(site, "uploads/rows.jsonl")
+    run.update_status(phase="finished")
+    monkeypatch.setattr(listing, "FRESH_SECONDS", 0.0)
+    assert delete_upload(Site(site.root), "uploads/rows.jsonl") == "uploads/rows.jsonl"
+    assert other.exists()
+
+
+@pytest.mark.slow
+def test_an_upload_is_deleted_in_the_page_once_that_is_meant(workspace, tmp_path, serve, open_page):
+    from playwright.sync_api import expect
+
+    page = open_page(f"{serve(workspace).url}data?path=chats.jsonl")
+    expect(page.locator("#data-status")).to_contain_text("16 rows")
+    expect(page.locator("#data-delete")).to_be_hidden()
+    given = tmp_path / "mine.jsonl"
+    given.write_text((workspace / "pairs.jsonl").read_text())
+    page.locator("input[type=file]").first.set_input_files(given)
+    expect(page.locator("#data-path input")).to_have_value("uploads/mine.jsonl")
+    page.locator("#data-delete").click()
+    expect(page.locator("#data-delete-ask")).to_contain_text("Delete uploads/mine.jsonl?")
+    page.locator("#data-delete-not").click()
+    expect(page.locator("#data-delete-ask")).to_be_hidden()
+    page.locator("#data-delete").click()
+    page.locator("#data-delete-sure").click()
+    expect(page.locator("#data-status")).to_contain_text("uploads/mine.jsonl was deleted.")
+    expect(page.locator("#data-path input")).to_have_value("")
+    expect(page.locator("#data-delete")).to_be_hidden()
+    assert not (workspace / "uploads" / "mine.jsonl").exists()
+    # What is typed for it says that it is gone.
+    page.goto(page.url.partition("?")[0] + "?path=uploads/mine.jsonl")
+    expect(page.locator("#data-status")).to_contain_text("Not a workspace file")
