@@ -76,9 +76,9 @@ def _is_below(key: str, above: str) -> bool:
 
 def info_of(entry: tunekit.Entry, words: Words, fault: str | None) -> str:
     """The help of a field: what is wrong with it, if anything, and what it means."""
-    text = _of_variant(entry) if entry.is_tag else entry.description
+    text = words.translated(_of_variant(entry) if entry.is_tag else entry.description)
     if entry.kind in ("int", "float", "mapping", "list") and entry.takes:
-        text += f" {words('form.takes', takes=entry.takes)}"
+        text += f" {words('form.takes', takes=words.translated(entry.takes))}"
     if entry.key.endswith("trust_remote_code"):
         text += f" {words('form.no_remote_code')}"
     return f"✗ {fault} · {text}" if fault else text
@@ -107,14 +107,16 @@ class Form:
     """Buttons that remove a section, with its key."""
 
 
-def matching(entries: Sequence[tunekit.Entry], asked: str) -> list[tunekit.Entry]:
-    """The fields whose key or help has all the words that somebody looks for."""
+def matching(entries: Sequence[tunekit.Entry], asked: str, words: Words) -> list[tunekit.Entry]:
+    """The fields whose key or help, in English or the page's language, has all the words that somebody looks for."""
     parts = asked.lower().split()
     return [
         entry
         for entry in entries
         if entry.kind not in ("section", "sections")
-        and all(part in f"{entry.key} {entry.description}".lower() for part in parts)
+        and all(
+            part in f"{entry.key} {entry.description} {words.translated(entry.description)}".lower() for part in parts
+        )
     ]
 
 
@@ -129,7 +131,7 @@ def make_form(entries: Sequence[tunekit.Entry], faults: dict[str, str], words: W
     """
     form = Form()
     if asked.strip():
-        selection = matching(entries, asked)
+        selection = matching(entries, asked, words)
         if not selection:
             gr.HTML(f"<p class='form-empty'>{escape(words('form.nothing_found', asked=asked))}</p>")
         for entry in selection:

@@ -1,6 +1,7 @@
 """Plans as HTML: the choice, memory by part against the card, figures, reasons, and what was ruled out by which number.
 
-The labels are in the page's language. What a plan itself says, its choices and reasons, is tunekit's own English.
+The labels are in the page's language, and so are the names of decisions and parts. What a plan says with them, its
+choices and reasons, is put together by the planner in English.
 """
 
 from collections.abc import Iterable, Iterator
@@ -25,7 +26,7 @@ def plan_html(plan: tunekit.Plan, words: Words) -> str:
         _legend(plan, words),
         _table(
             words("plan.decisions"),
-            ((decision.topic, decision.choice, decision.why) for decision in plan.decisions),
+            ((words.translated(decision.topic), decision.choice, decision.why) for decision in plan.decisions),
             is_open=True,
         ),
     ]
@@ -38,7 +39,7 @@ def plan_html(plan: tunekit.Plan, words: Words) -> str:
     parts.append(
         _table(
             words("plan.given"),
-            ((decision.topic, decision.choice, decision.why) for decision in plan.given),
+            ((words.translated(decision.topic), decision.choice, decision.why) for decision in plan.given),
             is_open=False,
         )
     )
@@ -57,7 +58,7 @@ def brief_html(plan: tunekit.Plan | tunekit.TunekitError, where: str, words: Wor
     if isinstance(plan, tunekit.TunekitError):
         verdict = (
             f"<p class='plan-verdict'>✕ {escape(words('plan.fits_not', where=where))}</p>"
-            f"<p lang='en'>{escape(plan.problem)}</p>"
+            f"{_lack(plan, words) or _in_english(plan.problem)}"
         )
     else:
         verdict = f"<p class='plan-verdict'>✓ {escape(words('plan.fits', where=where))}</p>{_cells(plan, words, BRIEF)}"
@@ -68,19 +69,30 @@ def brief_html(plan: tunekit.Plan | tunekit.TunekitError, where: str, words: Wor
 def refused_html(error: tunekit.TunekitError, words: Words) -> str:
     """Render why there is no plan: needed and available memory, and what would fit."""
     bar = ""
-    if isinstance(error, tunekit.PlanError) and error.needed_bytes and error.limit_bytes:
-        needed, limit = tunekit.gib(error.needed_bytes), tunekit.gib(error.limit_bytes)
+    lack = _lack(error, words)
+    if lack and isinstance(error, tunekit.PlanError) and error.needed_bytes and error.limit_bytes:
         share = 100 * error.limit_bytes / max(error.needed_bytes, error.limit_bytes)
-        sentence = words("plan.short", needed=needed, limit=limit)
         bar = (
-            f"<div class='plan-bar plan-short' role='img' aria-label='{escape(sentence)}'>"
-            f"<span style='width:100%'></span><i style='left:{share:.2f}%'></i></div><p>{escape(sentence)}</p>"
+            f"<div class='plan-bar plan-short' aria-hidden='true'>"
+            f"<span style='width:100%'></span><i style='left:{share:.2f}%'></i></div>{lack}"
         )
     hint = f"<p class='plan-hint' lang='en'>{escape(error.hint)}</p>" if error.hint else ""
     return (
         f"<article class='plan-view plan-refused' role='alert'><p class='plan-headline' lang='en'>"
         f"{escape(error.problem)}</p>{bar}{hint}</article>"
     )
+
+
+def _lack(error: tunekit.TunekitError, words: Words) -> str:
+    """Render needed and available memory; empty where that is not the reason."""
+    if not isinstance(error, tunekit.PlanError) or not error.needed_bytes or not error.limit_bytes:
+        return ""
+    needed, limit = tunekit.gib(error.needed_bytes), tunekit.gib(error.limit_bytes)
+    return f"<p>{escape(words('plan.short', needed=needed, limit=limit))}</p>"
+
+
+def _in_english(text: str) -> str:
+    return f"<p lang='en'>{escape(text)}</p>"
 
 
 def side_by_side(views: Iterable[tuple[str, str]]) -> str:
@@ -101,21 +113,29 @@ def _cells(plan: tunekit.Plan, words: Words, names: Iterable[str]) -> str:
     units = {"GiB": " GiB", "host GiB": " GiB", "USD": " USD", "tokens/s": ""}
     cells = "".join(
         f"<div><dt>{escape(words(f'plan.{FIGURES[name]}'))}</dt>"
-        f"<dd>{escape(figures[name] + units.get(name, ''))}</dd></div>"
+        f"<dd>{escape(_of(figures[name], words) + units.get(name, ''))}</dd></div>"
         for name in names
         if name in figures
     )
     return f"<dl class='plan-figures'>{cells}</dl>"
 
 
+def _of(figure: str, words: Words) -> str:
+    """A figure, such as `1.3 of 16`, in the page's language."""
+    used, of, total = figure.partition(" of ")
+    return words("plan.used", used=used, total=total) if of else figure
+
+
 def _bar(plan: tunekit.Plan, words: Words) -> str:
     """Memory of one device: parts one behind the other, the limit, and what other programs hold."""
     total = plan.device.memory_total_bytes
     scale = max(total, plan.memory.total_bytes)
+    named = [
+        (f"{words.translated(part)} {tunekit.gib(size)}", size, colour) for part, size, colour in plan.drawn_parts()
+    ]
     parts = "".join(
-        f"<span title='{escape(f'{part} {tunekit.gib(size)}')}' style='width:{100 * size / scale:.3f}%;"
-        f"background:{colour}'></span>"
-        for part, size, colour in plan.drawn_parts()
+        f"<span title='{escape(name)}' style='width:{100 * size / scale:.3f}%;background:{colour}'></span>"
+        for name, size, colour in named
     )
     occupied = total - plan.device.memory_free_bytes
     occupied_bar = ""
@@ -125,7 +145,7 @@ def _bar(plan: tunekit.Plan, words: Words) -> str:
     limit = f"<i style='left:{min(100.0, 100 * plan.memory_limit_bytes / scale):.3f}%'></i>"
     label = words(
         "plan.bar",
-        parts=", ".join(f"{part} {tunekit.gib(size)}" for part, size, _ in plan.drawn_parts()),
+        parts=", ".join(name for name, _, _ in named),
         total=tunekit.gib(plan.memory.total_bytes),
         limit=tunekit.gib(plan.memory_limit_bytes),
     )
@@ -135,7 +155,7 @@ def _bar(plan: tunekit.Plan, words: Words) -> str:
 def _legend(plan: tunekit.Plan, words: Words) -> str:
     """Render the legend of the parts, and the usable memory of each device."""
     items = "".join(
-        f"<li><span style='background:{colour}'></span>{escape(part)} {tunekit.gib(size)}</li>"
+        f"<li><span style='background:{colour}'></span>{escape(words.translated(part))} {tunekit.gib(size)}</li>"
         for part, size, colour in plan.drawn_parts()
     )
     label = words(
@@ -152,10 +172,11 @@ def _legend(plan: tunekit.Plan, words: Words) -> str:
 def _table(title: str, rows: Iterable[tuple[str, ...]], *, is_open: bool) -> str:
     return (
         f"<details{' open' if is_open else ''}><summary>{escape(title)}</summary>"
-        f"<table lang='en'>{''.join(_rows(rows))}</table></details>"
+        f"<table>{''.join(_rows(rows))}</table></details>"
     )
 
 
 def _rows(rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
     for name, *cells in rows:
-        yield f"<tr><th scope='row'>{escape(name)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+        texts = "".join(f"<td lang='en'>{escape(cell)}</td>" for cell in cells)
+        yield f"<tr><th scope='row'>{escape(name)}</th>{texts}</tr>"

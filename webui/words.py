@@ -2,6 +2,9 @@
 
 `locales/LANGUAGE/PANEL.yaml` holds a panel's texts by flat keys, `words("runs.title")` is the text `title` of the panel
 `runs`, and `{name}` in a text is filled in. A test compares the languages, and the keys with those that code asks for.
+
+tunekit itself speaks English: fields have their help in the schema. `locales/tunekit/LANGUAGE.yaml` translates such
+texts by the English ones, so that a help that was changed stands in English until its translation is changed, too.
 """
 
 from functools import cache
@@ -26,6 +29,13 @@ def texts_of(language: str) -> dict[str, str]:
     }
 
 
+@cache
+def translations(language: str) -> dict[str, str]:
+    """Texts of tunekit itself in a language, by the English ones; empty for English."""
+    file = LOCALES / "tunekit" / f"{language}.yaml"
+    return yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader) if file.exists() else {}
+
+
 class Words:
     """The texts of one language.
 
@@ -44,6 +54,10 @@ class Words:
     def label(self, key: str, otherwise: str) -> str:
         """Return the text of a key, or another where no language has one."""
         return texts_of(self.language).get(key, otherwise)
+
+    def translated(self, text: str) -> str:
+        """Return a text of tunekit in this language; the text itself where there is no translation."""
+        return translations(self.language).get(text, text)
 
 
 def told(error: tunekit.TunekitError) -> str:

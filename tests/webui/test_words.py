@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+import tunekit
 import webui
+from webui.form import EVERYDAY, info_of, name_of
 from webui.site import LANGUAGES
-from webui.words import texts_of
+from webui.words import Words, texts_of, translations
 
 CODE = sorted(Path(webui.__file__).parent.glob("*.py"))
 
@@ -57,3 +59,43 @@ def test_code_asks_for_texts_that_are_there():
         and not (key.endswith("_") and any(known.startswith(key) for known in texts_of("en")))
     ]
     assert not unknown
+
+
+SHOWN = [
+    {"type": "sft"},
+    {"type": "dpo"},
+    {"type": "kto"},
+    {"type": "grpo", "rewards": ["numeric_match"]},
+    {"type": "gkd", "teacher": "pico"},
+]
+
+
+def entries(method):
+    sections = {"model": "pico", "data": {"train": "a.jsonl", "eval": "b.jsonl"}, "method": method}
+    return tunekit.recipe_entries(sections)
+
+
+@pytest.mark.parametrize("method", SHOWN, ids=lambda method: method["type"])
+def test_the_help_of_everyday_fields_is_chinese_on_chinese_pages(method):
+    everyday = [entry for entry in entries(method) if name_of(entry.key) in EVERYDAY]
+    assert len(everyday) > 10
+    told = {entry.key: info_of(entry, Words("zh"), None) for entry in everyday}
+    assert [key for key, text in told.items() if not re.search("[\u4e00-\u9fff]{3}", text)] == []
+    told = {entry.key: info_of(entry, Words("en"), None) for entry in everyday}
+    assert [key for key, text in told.items() if re.search("[\u4e00-\u9fff]", text)] == []
+
+
+def test_a_translated_text_is_one_of_tunekit():
+    """One whose English was changed is not shown any more: it is to be translated again."""
+    helps = {text for method in SHOWN for entry in entries(method) for text in texts_in(entry)}
+    sentences = {english for english in translations("zh") if " " in english and english.endswith(".")}
+    assert len(sentences) > 40 and sentences <= helps
+
+
+def texts_in(entry):
+    words = "|".join(re.escape(str(word)) for word in entry.choices)
+    return (
+        [entry.description, *re.split(rf" ?(?:^|\b)(?:{words}): ", entry.description)]
+        if entry.is_tag
+        else [entry.description]
+    )
