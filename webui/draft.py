@@ -71,7 +71,10 @@ def opened(site: Site, source: str, changes: list[str]) -> str:
     elif kind == "file":
         text = _read(site.inside(name), name)
     elif kind == "run":
-        text = tunekit.edit_text(tunekit.short_recipe(site.run(name).recipe), "output.dir", tunekit.UNSET)
+        recipe = site.run(name).recipe
+        text = tunekit.edit_text(tunekit.short_recipe(recipe), "output.dir", tunekit.UNSET)
+        for key, path in tunekit.named_paths(recipe):
+            text = tunekit.edit_text(text, key, _name_of(site, path))
     else:
         raise tunekit.TunekitError(
             f"{source!r} is not a source of a draft", hint="write recipe:NAME, file:PATH or run:NAME"
@@ -83,6 +86,16 @@ def opened(site: Site, source: str, changes: list[str]) -> str:
         value = tunekit.read_text(f"value: {written}\n").get("value")
         text = tunekit.edit_text(text, key, tunekit.UNSET if value is None else value)
     return text
+
+
+def _name_of(site: Site, path: str) -> str:
+    """Return the name of what is in the workspace, whose absolute path a run records: of a run, if it is its model."""
+    root = site.root.resolve()
+    if not path.startswith(f"{root}/"):
+        return path
+    inside = Path(path).relative_to(root)
+    is_model = len(inside.parts) == 3 and (inside.parts[0], inside.name) == ("runs", "model")
+    return inside.parts[1] if is_model else inside.as_posix()
 
 
 def _read(path: Path, name: str) -> str:

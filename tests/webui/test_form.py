@@ -8,7 +8,7 @@ import pytest
 
 import tunekit
 from tests.commands import run_command
-from tests.webui.conftest import fill, slow_down
+from tests.webui.conftest import fill, slow_down, train
 from tunekit.recipe.schema import all_fields
 from webui import draft
 from webui.fields import shown
@@ -357,6 +357,20 @@ def test_a_draft_begins_from_a_run(trained_run: tunekit.Run) -> None:
     text = draft.opened(site, f"run:{trained_run.name}", ["train.max_steps=9"])
     assert tunekit.read_text(text)["train"]["max_steps"] == 9
     assert len(text.splitlines()) < 30
+
+
+@pytest.mark.slow
+def test_a_draft_from_a_run_names_the_run_that_it_trained_on_and_files_of_the_workspace(
+    trained_run: tunekit.Run,
+) -> None:
+    site = Site(trained_run.path.parent.parent)
+    data = f"data.train={site.root}/chats.jsonl"
+    again = train(
+        site.root, "trained.yaml", f"model={trained_run.name}", data, "train.max_steps=1", "output.name=again"
+    )
+    assert again.recipe.model.path == str(trained_run.model_path)
+    recipe, _ = tunekit.check_text(draft.opened(site, f"run:{again.name}", []))
+    assert (recipe.model.path, recipe.data.train.path) == (trained_run.name, "chats.jsonl")
 
 
 def test_a_draft_is_saved_once_and_replaced_only_where_that_is_said(site: Site) -> None:
