@@ -99,8 +99,8 @@ class ResumeForm:
         def effects(
             name: str, checkpoint: str, edits: str, weights_only: bool, can_go_on: str
         ) -> tuple[str, dict[str, Any]]:
-            shown = effects_of(self._site, self._words, name, checkpoint, edits, weights_only=weights_only)
-            return shown.html, gr.update(interactive=shown.is_possible and bool(can_go_on))
+            outcome = effects_of(self._site, self._words, name, checkpoint, edits, weights_only=weights_only)
+            return outcome.html, gr.update(interactive=outcome.is_possible and bool(can_go_on))
 
         def mended(name: str) -> tuple[Any, Any]:
             diagnosis = situation_of(self._site.run(name)).diagnosis
