@@ -119,6 +119,45 @@ def test_without_runs_the_table_says_where_to_begin(workspace):
     assert "None of 1 runs" in runs_table.table_of(lines, Site(workspace), WORDS, search="other")
 
 
+@pytest.mark.slow
+def test_filters_come_with_the_first_run(workspace, serve, open_page):
+    from playwright.sync_api import expect
+
+    page = open_page(f"{serve(workspace).url}runs")
+    expect(page.locator(".runs-cards")).to_be_visible()
+    filters = page.locator("#runs-find, #runs-columns-fold")
+    assert [one.is_visible() for one in filters.all()] == [False, False]
+    made_run(workspace / "runs" / "first")
+    expect(page.locator("#runs-list a[id^=run-]")).to_have_text("first")
+    assert [one.is_visible() for one in filters.all()] == [True, True]
+
+
+@pytest.mark.slow
+def test_the_browser_notifies_of_the_end_of_a_run_where_that_is_ticked(workspace, serve, open_page):
+    from playwright.sync_api import expect
+
+    waits, other = (made_run(workspace / "runs" / name, phase="queued") for name in ("waits", "other"))
+    url = serve(workspace).url
+    page = open_page(f"{url}data")
+    page.context.grant_permissions(["notifications"])
+    record = "super(title); told.push(title)"
+    page.add_init_script(
+        f"window.told = []; Notification = class extends Notification {{ constructor(title) {{ {record} }} }}"
+    )
+    page.goto(f"{url}runs?run={waits.name}")
+    notice = page.locator("#runs-notice")
+    page.get_by_label("Notify me when it ends").check()
+    waits.update_status(phase="finished")
+    expect(page.locator("#runs-head .runs-state")).to_contain_text("finished")
+    expect(notice).to_be_hidden()
+    assert page.evaluate("told") == ["waits: ✓ finished"]
+    page.goto(f"{url}runs?run={other.name}")
+    expect(notice).to_be_visible()
+    other.update_status(phase="interrupted")
+    expect(notice).to_be_hidden()
+    assert page.evaluate("told") == []
+
+
 def with_seed(run: tunekit.Run, name: str, seed: int) -> tunekit.Run:
     """A copy of a run whose recipe has another seed."""
     copy = shutil.copytree(run.path, run.path.parent / name)
