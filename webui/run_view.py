@@ -17,7 +17,7 @@ import yaml
 from gradio.components.plot import PlotData
 
 import tunekit
-from webui import charts, controls, evaluate_view, export_view, log_view, run_parts
+from webui import charts, controls, evaluate_view, export_view, log_view, run_notice, run_parts
 from webui.history import history_of, share_read
 from webui.listing import Line, listing_of
 from webui.looks import MAX_SMOOTHING, keep, looks_in, shown_charts, with_charts
@@ -98,6 +98,7 @@ def build(
     back = site.link(words.language, "runs")
     gr.HTML(f"<a href='{escape(back)}'>← {escape(words('runs.all'))}</a>", elem_id="runs-back")
     head = gr.HTML(elem_id="runs-head")
+    run_notice.build(words)
     warnings = gr.HTML(elem_id="runs-warnings", visible=False)
     controls.build(page, site, words, run_name, tick)
     with gr.Tabs(elem_id="runs-tabs"):
