@@ -17,6 +17,7 @@ from webui import draft, plan_panel, sweep_panel
 from webui.fields import shown
 from webui.form import Form, classes_of, faults_by_entry, info_of, make_form
 from webui.form_lock import ACT, DONE, EDIT, FIELDS, MERGED, SETTLED, WANT, make_lock, make_mark, send
+from webui.hub_search import search_models
 from webui.site import Site
 from webui.words import Words, told
 
@@ -70,6 +71,7 @@ class NewRun:
                 )
                 make_lock(words)
                 with gr.Column(elem_id=FIELDS):
+                self._hub()
                     self._render()
             with gr.Column(scale=2, min_width=320, elem_id="form-side"):
                 self._side()
@@ -98,6 +100,22 @@ class NewRun:
 
     def _side(self) -> None:
         """Lay out what stands beside the form."""
+    def _hub(self) -> None:
+        """Lay out the search for a model on the hub, which a server that only shows does not contact."""
+        words = self.words
+        with gr.Accordion(words("form.hub"), open=False, visible=not self.site.read_only, elem_id="form-hub"):
+            with gr.Row():
+                self.hub_text = gr.Textbox(
+                    label=words("form.hub_text"), placeholder="Qwen3 0.6B", max_lines=1, max_length=100, scale=3,
+                    min_width=200, elem_id="form-hub-text",
+                )  # fmt: skip
+                self.hub_search = gr.Button(words("form.hub_search"), min_width=120, elem_id="form-hub-search")
+            self.hub_models = gr.Dropdown(
+                [], label=words("form.hub_models"), info=words("form.hub_models_info"), visible=False,
+                allow_custom_value=True, interactive=True, elem_id="form-hub-models",
+            )  # fmt: skip
+            self.hub_answer = gr.HTML(elem_id="form-hub-answer", padding=False)
+
         words = self.words
         self.problems = gr.HTML(elem_id="form-problems")
         self.launch = plan_panel.make_launch(words)
@@ -151,6 +169,11 @@ class NewRun:
             "show_progress": "hidden",
         }
         if self.site.read_only:
+        searching = [self.hub_text.submit, self.hub_search.click]
+        gr.on(searching, self.find_models, [self.hub_text], [self.hub_models, self.hub_answer])
+        chosen = self.hub_models.input(None, None, None, js=ACT)
+        edited = [self.text, self.known, self.tick]
+        self._done(chosen.then(partial(self.edit, key="model.path"), [self.text, self.hub_models], edited, **_QUIET))
             return
         self.save.click(None, None, None, js=SETTLED).then(self.write, **saving)
         self.replace.click(None, None, None, js=SETTLED).then(self.overwrite, **saving)
@@ -315,7 +338,21 @@ class NewRun:
         opened = [gr.update(open=True) if any(key in faults for key in inside) else gr.skip() for inside in folds]
         return [*(updates[key] for key in keys), *opened, checked["text"], checked["text"], gr.skip()]
 
-    def edit(self, text: str, key: str, value: Any) -> list[Any]:
+    def find_models(self, text: str) -> list[Any]:
+        """Offer models of the hub by a part of their names; where there are none, say why."""
+        try:
+            models = search_models(text)
+        except tunekit.TunekitError as error:
+            return [gr.update(visible=False), told(error)]
+        if not models:
+            return [gr.update(visible=False), f"<p role='status'>{escape(self.words('form.hub_none', text=text))}</p>"]
+        offered = [
+            (self.words("form.hub_model", name=model.name, number=f"{model.downloads:,}"), model.name)
+            for model in models
+        ]
+        return [gr.update(choices=offered, value=None, visible=True), ""]
+
+    def edit(self, text: str, value: Any, key: str) -> list[Any]:
         """The draft with one key changed, and a form of its own."""
         try:
             new = tunekit.edit_text(text, key, value)
@@ -330,7 +367,7 @@ class NewRun:
             return [gr.skip(), gr.skip(), gr.skip()]
         item = {"path": ""} if tag is None else {"type": tag}
         is_first = tag is None and not entry.num_items
-        return self.edit(text, entry.key if is_first else f"{entry.key}[{entry.num_items or 0}]", item)
+        return self.edit(text, item, entry.key if is_first else f"{entry.key}[{entry.num_items or 0}]")
 
     def check(self, text: str, source: str, file: str) -> list[Any]:
         """Return the problems of a draft, its differences from the defaults, and how to train it elsewhere."""

@@ -276,6 +276,7 @@ def test_a_wall_screen_takes_nothing(wall_screen):
 
 
 STARTING = {
+    "NewRun.find_models",
     "NewRun.overwrite",
     "NewRun.write",
     "ResumeForm._start",
@@ -284,8 +285,8 @@ STARTING = {
     "_build_measuring.<locals>.run",
     "_build_rewards.<locals>.run",
     "_attach_start.<locals>.begin",
-    "build.<locals>.export",
     "build.<locals>.delete",
+    "build.<locals>.export",
     "build.<locals>.upload",
 }
 """What starts, changes, deletes or reads much, by the names of its functions."""
