@@ -58,6 +58,8 @@ class NewRun:
         self.sought = gr.Textbox("", elem_id="form-sought", **hidden)
         self.form = [self.tick, self.sought]
         gr.Markdown(f"# {words('form.title')}")
+        if site.read_only:
+            gr.HTML(f"<p role='note'>{escape(words('form.read_only'))}</p>", elem_id="form-read-only")
         with gr.Row(elem_id="form-presets"):
             self._presets()
         self.notice = gr.HTML(elem_id="form-notice")
@@ -69,9 +71,9 @@ class NewRun:
                     elem_id="form-search",
                     max_lines=1,
                 )
+                self._hub()
                 make_lock(words)
                 with gr.Column(elem_id=FIELDS):
-                self._hub()
                     self._render()
             with gr.Column(scale=2, min_width=320, elem_id="form-side"):
                 self._side()
@@ -98,8 +100,6 @@ class NewRun:
             scale=3,
         )
 
-    def _side(self) -> None:
-        """Lay out what stands beside the form."""
     def _hub(self) -> None:
         """Lay out the search for a model on the hub, which a server that only shows does not contact."""
         words = self.words
@@ -116,15 +116,17 @@ class NewRun:
             )  # fmt: skip
             self.hub_answer = gr.HTML(elem_id="form-hub-answer", padding=False)
 
+    def _side(self) -> None:
+        """Lay out what stands beside the form."""
         words = self.words
         self.problems = gr.HTML(elem_id="form-problems")
-        self.launch = plan_panel.make_launch(words)
+        self.launch = plan_panel.make_launch(words, read_only=self.site.read_only)
         sweep_panel.build(self.site, words, self.text)
         for component in (self.text, self.known, self.faults, *self.form):
             component.render()
         with gr.Accordion(words("form.differences"), open=False):
             self.differences = gr.HTML(elem_id="form-differences")
-        with gr.Accordion(words("form.same_elsewhere"), open=False):
+        with gr.Accordion(words("form.same_elsewhere"), open=self.site.read_only, elem_id="form-elsewhere"):
             shell: dict[str, Any] = {"interactive": False, "wrap_lines": True, "buttons": ["copy"]}
             self.command = gr.Code(
                 label=words("form.command"), language="shell", lines=1, elem_id="form-command", **shell
@@ -132,12 +134,9 @@ class NewRun:
             self.python = gr.Code(
                 label=words("form.python"), language="python", lines=3, elem_id="form-python", **shell
             )
-        with gr.Row(elem_id="form-save-row"):
-            info = words("form.read_only") if self.site.read_only else None
-            self.file = gr.Textbox(
-                "mine.yaml", label=words("form.file"), info=info, max_lines=1, elem_id="form-file", scale=2
-            )
-            self.save = gr.Button(words("form.save"), elem_id="form-save", interactive=not self.site.read_only)
+        with gr.Row(elem_id="form-save-row", visible=not self.site.read_only):
+            self.file = gr.Textbox("mine.yaml", label=words("form.file"), max_lines=1, elem_id="form-file", scale=2)
+            self.save = gr.Button(words("form.save"), elem_id="form-save")
             self.replace = gr.Button(words("form.replace"), visible=False, elem_id="form-replace")
         self.saved = gr.HTML(elem_id="form-saved")
 
@@ -169,12 +168,12 @@ class NewRun:
             "show_progress": "hidden",
         }
         if self.site.read_only:
+            return
         searching = [self.hub_text.submit, self.hub_search.click]
         gr.on(searching, self.find_models, [self.hub_text], [self.hub_models, self.hub_answer])
         chosen = self.hub_models.input(None, None, None, js=ACT)
         edited = [self.text, self.known, self.tick]
         self._done(chosen.then(partial(self.edit, key="model.path"), [self.text, self.hub_models], edited, **_QUIET))
-            return
         self.save.click(None, None, None, js=SETTLED).then(self.write, **saving)
         self.replace.click(None, None, None, js=SETTLED).then(self.overwrite, **saving)
         self.file.input(lambda: gr.update(visible=False), None, [self.replace], show_progress="hidden")
@@ -263,14 +262,15 @@ class NewRun:
         query = request.query_params
         kept = kept or {}
         offered = gr.update(choices=self.choices())
+        notice = ""
         if query.get("from"):
             drafted = self.begin(query["from"], query.getlist("set"))
-        elif kept.get("text"):
-            drafted = [kept["text"], kept["text"], _now(), kept.get("source", ""), ""]
-        else:
-            drafted = self.begin(draft.FIRST)
+            notice = drafted[4]
+        if not query.get("from") or notice:
+            text = kept.get("text")
+            drafted = [text, text, _now(), kept.get("source", ""), ""] if text else self.begin(draft.FIRST)
         offered["value"] = drafted[3]
-        return [*drafted[:3], offered, drafted[4]]
+        return [*drafted[:3], offered, notice]
 
     def choices(self) -> list[tuple[str, str]]:
         """Return the sources of a draft."""

@@ -41,24 +41,28 @@ class Launch:
     waits: gr.Checkbox
 
 
-def make_launch(words: Words) -> Launch:
-    """Make the components of the launch, inside a context of Gradio's."""
+def make_launch(words: Words, *, read_only: bool) -> Launch:
+    """Make the components of the launch, inside a context of Gradio's; where pages only show, nothing starts."""
+    planning = f"<p role='status'>{escape(words('plan.planning'))}</p>"
     with gr.Column(elem_id="plan-launch"):
-        brief = gr.HTML(elem_id="plan-brief")
-        mend = gr.Button(visible=False, size="md", elem_id="plan-mend")
-        with gr.Row(elem_id="plan-buttons"):
-            check = gr.Button(words("plan.check"), size="md", min_width=120, elem_id="plan-check")
-            start = gr.Button(
-                words("plan.start"),
-                variant="primary",
-                size="md",
-                min_width=120,
-                interactive=False,
-                elem_id="plan-start",
-            )
-        reason = gr.HTML(elem_id="plan-reason", padding=False)
-        message = gr.HTML(elem_id="plan-said")
-        with gr.Accordion(words("plan.start_title"), open=False, elem_id="plan-options"):
+        # On a phone, this part stays in sight at the bottom of the screen.
+        with gr.Column(elem_id="plan-bar"):
+            brief = gr.HTML(planning, elem_id="plan-brief")
+            mend = gr.Button(visible=False, size="md", elem_id="plan-mend")
+            with gr.Row(elem_id="plan-buttons"):
+                check = gr.Button(words("plan.check"), size="md", min_width=120, elem_id="plan-check")
+                start = gr.Button(
+                    words("plan.start"),
+                    variant="primary",
+                    size="md",
+                    min_width=120,
+                    interactive=False,
+                    visible=not read_only,
+                    elem_id="plan-start",
+                )
+            reason = gr.HTML(elem_id="plan-reason", padding=False)
+            message = gr.HTML(elem_id="plan-said")
+        with gr.Accordion(words("plan.start_title"), open=False, visible=not read_only, elem_id="plan-options"):
             name = gr.Textbox(
                 label=words("plan.name"), info=words("plan.name_info"), max_length=64, max_lines=1, elem_id="plan-name"
             )
@@ -122,7 +126,7 @@ def build(
 
     inputs = [draft, machine, other, latest]
     told_of = [launch.brief, view, changes, launch.mend, launch.start, launch.reason, notes, latest]
-    for event in (page.load, draft.change, machine.change, other.change):
+    for event in (draft.change, machine.change, other.change):
         event(show, inputs, told_of, trigger_mode="always_last", show_progress="hidden", concurrency_limit=4)
     texts = [draft, *holders]
 
@@ -164,8 +168,8 @@ def shown(site: Site, words: Words, text: str, machine: str, other: str, before:
     ]
     changes = plans[0].changes if isinstance(plans[0], tunekit.TunekitError) else ()
     where_to = views[0][0]
-    if site.read_only:
-        why_not = words("plan.read_only")
+    if site.read_only:  # There is no button, and the page says so at its top.
+        why_not = ""
     elif where[0] != HERE:
         why_not = words("plan.elsewhere", machine=where[0])
     else:

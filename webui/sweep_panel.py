@@ -27,7 +27,9 @@ MAX_RUNS = 1000
 
 
 def build(site: Site, words: Words, draft: gr.Component) -> None:
-    """The panel, beside a draft."""
+    """The panel, beside a draft; a server that only shows has none."""
+    if site.read_only:
+        return
     with gr.Accordion(words("sweep.title"), open=False, elem_id="sweep-panel"):
         values = gr.Textbox(
             label=words("sweep.values"), info=words("sweep.values_help"), lines=2, max_lines=8,
@@ -42,10 +44,8 @@ def build(site: Site, words: Words, draft: gr.Component) -> None:
                 8, precision=0, minimum=1, maximum=MAX_RUNS, label=words("sweep.number"), visible=False,
                 elem_id="sweep-number", min_width=120,
             )  # fmt: skip
-        start = gr.Button(words("sweep.start"), size="md", interactive=not site.read_only, elem_id="sweep-start")
+        start = gr.Button(words("sweep.start"), size="md", elem_id="sweep-start")
         message = gr.HTML(elem_id="sweep-said")
-    if site.read_only:
-        return
     search.input(lambda chosen: gr.Number(visible=chosen != GRID), search, number, show_progress="hidden")
 
     @told_by(lambda error: (told(error), gr.Button(interactive=True)))

@@ -243,3 +243,53 @@ def test_a_visitor_sees_plans_mends_what_does_not_fit_and_starts_a_run(server, o
     page.wait_for_url("**/runs?run=seen-*")
     (run,) = tunekit.list_runs(root / "runs")
     assert run.name in page.url and run.recipe.train.max_steps == 1
+
+
+@pytest.mark.slow
+def test_until_there_is_a_plan_the_page_says_that_it_is_made(server, open_page):
+    from playwright.sync_api import expect
+
+    _, served = server
+    page = open_page(f"{served.url}data")
+    slow_down(page)
+    page.goto(f"{served.url}new?from=run:deleted")
+    # A link that leads nowhere says so, and the first draft is planned.
+    launch = page.locator("#plan-launch")
+    expect(launch).to_contain_text("Planning…")
+    expect(page.locator("#form-notice")).to_contain_text("no run 'deleted' in runs")
+    expect(page.locator("#form-problems")).to_contain_text("The recipe is valid.")
+    expect(launch).not_to_contain_text("No draft")
+    expect(launch).to_contain_text("Fits: This machine")
+    expect(page.locator("#plan-start")).to_be_enabled()
+
+
+@pytest.mark.slow
+def test_on_a_phone_the_verdict_and_start_are_in_sight_and_cover_no_field(server, open_page):
+    from playwright.sync_api import expect
+
+    _, served = server
+    page = open_page(f"{served.url}new?from=file:drafted.yaml", width=390, height=844)
+    page.locator("#plan-start:enabled").wait_for()
+    bar = page.locator("#plan-bar")
+    expect(bar).to_contain_text("Fits: This machine")
+    for field in ("#form-model-path", "#form-train-learning_rate", "#form-file"):
+        page.locator(f"{field} :is(input, textarea)").first.focus()
+        place, covered = page.locator(field).bounding_box(), bar.bounding_box()
+        assert place["y"] + place["height"] <= covered["y"] and covered["y"] + covered["height"] <= 844.5
+        assert covered["height"] < 844 / 4
+        start = page.locator("#plan-start").bounding_box()
+        assert covered["y"] <= start["y"] and start["y"] + start["height"] <= 844
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+
+
+@pytest.mark.slow
+def test_a_server_that_only_shows_says_so_and_offers_the_command_in_place_of_start(server, serve, open_page):
+    from playwright.sync_api import expect
+
+    root, _ = server
+    page = open_page(f"{serve(root, '--read-only').url}new?from=recipe:sft/quickstart&set=train.max_steps=3")
+    expect(page.locator("#form-read-only")).to_contain_text("it starts nothing")
+    expect(page.locator("#plan-brief")).to_contain_text("Fits: This machine")
+    expect(page.locator("#form-command")).to_contain_text("tunekit train sft/quickstart train.max_steps=3")
+    for absent in ("#plan-start", "#form-save", "#sweep-panel", "#form-hub", "#plan-options"):
+        expect(page.locator(absent)).to_be_hidden()
