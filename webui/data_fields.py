@@ -77,13 +77,14 @@ class Fields:
         self.key = gr.Dropdown([], label=words("data.source"), visible=False, elem_id="data-source")
         with gr.Row(elem_id="data-looking"):
             self.look = gr.Button(words("data.look"), variant="primary", elem_id="data-look", min_width=140)
-            self.upload = gr.UploadButton(
-                words("data.upload"),
+            self.upload = gr.File(
+                label=words("data.upload"),
                 file_types=list(SUFFIXES),
                 file_count="multiple",
+                height=120,
                 visible=not site.read_only,
                 elem_id="data-upload",
-                min_width=140,
+                min_width=240,
             )
 
     def make_mapping(self) -> None:

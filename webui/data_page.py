@@ -32,11 +32,12 @@ ROWS = 5
 
 REPLACE = "(address) => { if (address) history.replaceState(null, '', address); }"
 
-CHOSEN = """document.addEventListener("change", (event) => {
-  const files = event.target.type === "file" ? [...event.target.files] : [];
+CHOSEN = """for (const kind of ["change", "drop"]) document.addEventListener(kind, (event) => {
+  if (!event.target.closest("#data-upload")) return;
+  const files = [...(event.dataTransfer ?? event.target).files ?? []];
   const is_sent = (file) => file.size <= MOST && SUFFIXES.some((suffix) => file.name.toLowerCase().endsWith(suffix));
   if (files.length && files.every(is_sent)) trigger("input");
-});"""
+}, true);"""
 """Tells the status that a file is sent: gradio tells of it once it was, which may be minutes later."""
 
 _measuring: dict[str, threading.Event] = {}
@@ -132,12 +133,12 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
 
     def upload(files: list[str] | None, *values: Any) -> list[Any]:
         if not files:
-            return [gr.skip() for _ in (fields.path, *outputs)]
+            return [gr.skip() for _ in (fields.upload, fields.path, *outputs)]
         try:
             saved = save_uploads(site, files)
         except tunekit.TunekitError as error:
-            return [gr.skip(), *_shown(words, fields, status=told(error))]
-        return written(anew(fields.asked(*values)), saved)
+            return [None, gr.skip(), *_shown(words, fields, status=told(error))]
+        return [None, *written(anew(fields.asked(*values)), saved)]
 
     def drop_bad(*values: Any) -> list[Any]:
         return save(fields.asked(*values), {})
@@ -178,7 +179,9 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
     attach(editor.save.click, save_corrected, corrected_by, outputs=[fields.path, *outputs])
     attach(drop.click, drop_bad, fields.inputs, outputs=[fields.path, *outputs])
     attach(removal.sure.click, delete, fields.inputs, outputs=[fields.path, *outputs])
-    attach(fields.upload.upload, upload, [fields.upload, *fields.inputs], outputs=[fields.path, *outputs])
+    attach(
+        fields.upload.upload, upload, [fields.upload, *fields.inputs], outputs=[fields.upload, fields.path, *outputs]
+    )
 
 
 def _chosen(site: Site) -> str:
