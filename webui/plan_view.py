@@ -20,7 +20,7 @@ BRIEF = ("GiB", "time", "tokens/s", "USD")
 def plan_html(plan: tunekit.Plan, words: Words) -> str:
     """A plan."""
     parts = [
-        f"<p class='plan-headline' lang='en'>{escape(plan.headline)}</p>",
+        f"<p class='plan-headline'>{escape(_headline(plan, words))}</p>",
         _figures(plan, words),
         _bar(plan, words),
         _legend(plan, words),
@@ -44,6 +44,15 @@ def plan_html(plan: tunekit.Plan, words: Words) -> str:
         )
     )
     return f"<article class='plan-view'>{''.join(parts)}</article>"
+
+
+def _headline(plan: tunekit.Plan, words: Words) -> str:
+    """Return the choice in one sentence, in the page's language as far as it is not unusual."""
+    if plan.unchecked:
+        return plan.headline
+    layout = ", ".join(words.translated(part) for part in plan.layout_words.split(", "))
+    model, devices = plan.model_words, plan.devices_words
+    return words("plan.headline", adapter=plan.recipe.adapter.type, model=model, devices=devices, layout=layout)
 
 
 def brief_html(plan: tunekit.Plan | tunekit.TunekitError, where: str, words: Words, effect: str) -> str:

@@ -55,14 +55,16 @@ def plan_of(site, text, machine):
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_a_plan_shows_its_choice_memory_figures_reasons_and_what_was_ruled_out(site, language):
     plan = plan_of(site, LARGE, "8xh100")
-    shown = plan_html(plan, Words(language))
-    assert plan.headline in shown and "8 x H100" in shown
+    words = Words(language)
+    shown = plan_html(plan, words)
+    assert (plan.headline in shown) == (language == "en") and "8 x H100" in shown
     widths = [float(width) for width in re.findall(r"<span title='[^']*' style='width:([0-9.]+)%", shown)]
     assert len(widths) == len(plan.memory.parts)
     assert sum(widths) == pytest.approx(100 * plan.memory.total_bytes / plan.device.memory_total_bytes, abs=0.1)
     for part, size in plan.memory.parts.items():
-        assert f"{part} {tunekit.gib(size)}" in shown
-    assert all(escape(word) in shown for one in plan.decisions for word in (one.topic, one.choice, one.why))
+        assert f"{words.translated(part)} {tunekit.gib(size)}" in shown
+    assert all(escape(words.translated(one.topic)) in shown for one in plan.decisions)
+    assert all(escape(word) in shown for one in plan.decisions for word in (one.choice, one.why))
     assert all(escape(one.layout.name) in shown and escape(one.why) in shown for one in plan.rejected)
     assert plan.speed.cost_usd is None or "USD" in shown
 
@@ -143,6 +145,16 @@ def test_the_effect_of_an_edit_is_told_in_the_plan_and_at_its_field(site):
     assert seen.effect == "fits now"
     *_, seen = edited(site, seen, DRAFT)
     assert not seen.effect
+
+
+def test_the_plan_is_told_in_the_language_of_the_page(site):
+    plan = plan_of(site, LARGE, "h100")
+    english, chinese = (plan_html(plan, Words(language)) for language in ("en", "zh"))
+    assert escape(plan.headline) in english and escape(plan.headline) not in chinese
+    assert "放得下 Qwen/" in chinese and "单个设备" in chinese
+    for topic, translation in (("layout", "布局"), ("optimizer", "优化器")):
+        assert f"<th scope='row'>{topic}</th>" in english and f"<th scope='row'>{translation}</th>" in chinese
+    assert " of " not in re.findall("<dd>(.*?)</dd>", chinese)[0]
 
 
 def test_the_fields_of_the_choices_are_fields_of_a_recipe():
@@ -287,9 +299,9 @@ def test_a_server_that_only_shows_says_so_and_offers_the_command_in_place_of_sta
     from playwright.sync_api import expect
 
     root, _ = server
-    page = open_page(f"{serve(root, '--read-only').url}new?from=recipe:sft/quickstart&set=train.max_steps=3")
+    page = open_page(f"{serve(root, '--read-only').url}new?from=recipe:sft/quickstart&set=adapter.rank=8")
     expect(page.locator("#form-read-only")).to_contain_text("it starts nothing")
     expect(page.locator("#plan-brief")).to_contain_text("Fits: This machine")
-    expect(page.locator("#form-command")).to_contain_text("tunekit train sft/quickstart train.max_steps=3")
+    expect(page.locator("#form-command")).to_contain_text("tunekit train sft/quickstart adapter.rank=8")
     for absent in ("#plan-start", "#form-save", "#sweep-panel", "#form-hub", "#plan-options"):
         expect(page.locator(absent)).to_be_hidden()
