@@ -31,6 +31,12 @@ HEAD = """
 <link rel="icon" href="data:,">
 <style>
 FACES
+/* What stays at the bottom of a phone's screen covers neither the end of the page nor a field that is scrolled to.
+   Gradio applies the rules of @media in other styles to what is in its container only. */
+@media (max-width: 767px) {
+  html:has(#plan-bar) { scroll-padding-bottom: 9rem; }
+  .gradio-container:has(#plan-bar) { padding-bottom: 9rem; }
+}
 </style>
 <script>
 // The other language shows the same: its link takes the query along.
