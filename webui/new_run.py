@@ -153,8 +153,9 @@ class NewRun:
         script = "async (asked) => { await formLock.settled(); return asked; }"
         self.search.change(None, self.search, self.sought, js=script)
         checked = [self.problems, self.faults, self.differences, self.command, self.python]
+        # The text may come before its source, which decides the command.
         gr.on(
-            [self.text.change, self.file.change],
+            [self.text.change, self.source.change, self.file.change],
             self.check,
             [self.text, self.source, self.file],
             checked,
