@@ -9,7 +9,7 @@ import ast
 import json
 import re
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from textwrap import dedent
 
@@ -19,6 +19,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 import tunekit
+from tunekit import frontend
 from tunekit.cli.app import app
 from tunekit.files import list_recipes
 from tunekit.recipe.chat_templates import named_templates
@@ -159,21 +160,29 @@ def _command_lines(command: click.Command, above: click.Context | None, name: st
 
 def python_page() -> str:
     """Return the page of the public names of the package, read from the sources without importing them."""
-    definitions = {name: _definition(home, name) for name, home in sorted(tunekit._HOMES.items())}
-    lines = ["# Python\n", "Everything is in the package itself: `tunekit.plan`, `tunekit.train`, ...\n"]
+    lines = ["# Python\n", "`tunekit.plan`, `tunekit.train` and the other names for users are in the package itself.\n"]
+    lines += _of_module("{}", tunekit._HOMES)
+    lines += ["`tunekit.frontend` has the types of results, and what user interfaces build on.\n"]
+    lines += _of_module("{} of `tunekit.frontend`", frontend._HOMES)
+    return "\n".join(lines)
+
+
+def _of_module(heading: str, homes: Mapping[str, str]) -> Iterator[str]:
+    """Yield the public names of a module, by kind."""
+    definitions = {name: _definition(home, name) for name, home in sorted(homes.items())}
     for title, kinds in {
         "Functions": ast.FunctionDef,
         "Classes": ast.ClassDef,
         "Constants": (ast.Assign, ast.AnnAssign),
     }.items():
-        lines.append(f"## {title}\n")
-        for name, (definition, text) in definitions.items():
-            if isinstance(definition, kinds):
-                lines.append(f"### {name} {{ #{name} }}\n")
-                lines += _function_lines(definition) if isinstance(definition, ast.FunctionDef) else []
-                lines += _class_lines(definition) if isinstance(definition, ast.ClassDef) else []
-                lines += [f"{text}\n"] if not isinstance(definition, ast.FunctionDef | ast.ClassDef) else []
-    return "\n".join(lines)
+        shown = {name: found for name, found in definitions.items() if isinstance(found[0], kinds)}
+        if shown:
+            yield f"## {heading.format(title)}\n"
+        for name, (definition, text) in shown.items():
+            yield f"### {name} {{ #{name} }}\n"
+            yield from _function_lines(definition) if isinstance(definition, ast.FunctionDef) else []
+            yield from _class_lines(definition) if isinstance(definition, ast.ClassDef) else []
+            yield from [f"{text}\n"] if not isinstance(definition, ast.FunctionDef | ast.ClassDef) else []
 
 
 def _definition(home: str, name: str) -> tuple[Definition, str]:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 import tunekit
+from tunekit import frontend
 
 MAX_FILES = 65_534
 """Files of an archive; more need ZIP64, whose list of files may be of any size."""
@@ -69,7 +70,7 @@ def rows_among(files: Sequence[Path], name: str) -> Path:
     Raises:
         TunekitError: There is none, or more than one.
     """
-    rows = sorted(file for file in files if file.name.lower().endswith(tunekit.DATA_SUFFIXES))
+    rows = sorted(file for file in files if file.name.lower().endswith(frontend.DATA_SUFFIXES))
     metadata = [file for file in rows if file.name.lower().startswith("metadata.")]
     # A README.txt beside rows is none.
     structured = [file for file in rows if not file.name.lower().endswith(".txt")]
@@ -107,7 +108,7 @@ def _is_wanted(member: zipfile.ZipInfo) -> bool:
     parts = PurePosixPath(member.filename.replace("\\", "/")).parts
     if member.is_dir() or any(part == "__MACOSX" or (part.startswith(".") and part != "..") for part in parts):
         return False
-    return member.filename.lower().endswith((*tunekit.PICTURE_SUFFIXES, *tunekit.DATA_SUFFIXES))
+    return member.filename.lower().endswith((*frontend.PICTURE_SUFFIXES, *frontend.DATA_SUFFIXES))
 
 
 def _check(members: Sequence[zipfile.ZipInfo], name: str) -> None:
@@ -142,7 +143,7 @@ def _write(
                 num_left -= len(chunk)
                 if num_left < 0:
                     raise tunekit.TunekitError(
-                        f"{name}: unpacked it exceeds the upload limit of {tunekit.gib(max_bytes)}",
+                        f"{name}: unpacked it exceeds the upload limit of {frontend.gib(max_bytes)}",
                         hint="shrink the images, or split the archive",
                     )
                 file.write(chunk)

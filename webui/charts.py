@@ -15,7 +15,7 @@ from glob import escape
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, get_args
 
-import tunekit
+from tunekit import frontend
 from webui.chart_layers import LINES, TEXT, layers_of, planned, resumes
 from webui.words import Words
 
@@ -169,7 +169,7 @@ def kind_names(kind: Kind, logged: Iterable[str]) -> list[str]:
     return names
 
 
-def curves_of(run: str, reader: tunekit.EventReader, kind: Kind, view: View) -> list[Curve]:
+def curves_of(run: str, reader: frontend.EventReader, kind: Kind, view: View) -> list[Curve]:
     """Return a run's curves of a kind, ready to be drawn."""
     unit = GIB if kind.key == "memory" else 1
     place = _places(reader, view.by)
@@ -178,13 +178,13 @@ def curves_of(run: str, reader: tunekit.EventReader, kind: Kind, view: View) -> 
             run,
             name,
             [(place(point.step, point.time), point.value / unit) for point in reader.series[name]],
-            tunekit.direction_of(name.removeprefix("eval_"), reader.series),
+            frontend.direction_of(name.removeprefix("eval_"), reader.series),
         )
         for name in kind_names(kind, reader.series)
     ]
 
 
-def _places(reader: tunekit.EventReader, by: Axis) -> Callable[[int, float], float]:
+def _places(reader: frontend.EventReader, by: Axis) -> Callable[[int, float], float]:
     """Return what places a step and its time on the axis."""
     if by == "step":
         return lambda step, _: step
@@ -197,7 +197,7 @@ def _places(reader: tunekit.EventReader, by: Axis) -> Callable[[int, float], flo
     return lambda step, _: places[bisect_right(steps, step) - 1]
 
 
-def resumes_of(run: str, reader: tunekit.EventReader, view: View) -> list[Resume]:
+def resumes_of(run: str, reader: frontend.EventReader, view: View) -> list[Resume]:
     """Return where a run was resumed, but for steps that a later resume from before took back."""
     place = _places(reader, view.by)
     resumes: dict[int, Resume] = {}

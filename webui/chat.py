@@ -12,6 +12,7 @@ from typing import Any
 import gradio as gr
 
 import tunekit
+from tunekit import frontend
 from webui.failures import told_by
 from webui.history import history_of, steps_of
 from webui.listing import listing_of
@@ -106,7 +107,7 @@ def _conversation(words: Words) -> Conversation:
         )  # fmt: skip
     prompt = gr.MultimodalTextbox(
         show_label=False, placeholder=words("chat.prompt"), lines=1, max_lines=8, elem_id="chat-prompt",
-        sources=[], file_types=list(tunekit.PICTURE_SUFFIXES), file_count="multiple", submit_btn=False,
+        sources=[], file_types=list(frontend.PICTURE_SUFFIXES), file_count="multiple", submit_btn=False,
     )  # fmt: skip
     with gr.Row(elem_id="chat-buttons"):
         send = gr.Button(

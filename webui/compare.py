@@ -8,6 +8,7 @@ from typing import Any
 import gradio as gr
 
 import tunekit
+from tunekit import frontend
 from webui import charts
 from webui.history import history_of, share_read
 from webui.listing import listing_of
@@ -239,7 +240,7 @@ def _too_few(site: Site, words: Words) -> str:
 def differences(runs: Sequence[tunekit.Run], words: Words) -> str:
     """In what the recipes differ, as a table."""
     try:
-        differing = tunekit.recipe_diff(*(run.recipe for run in runs))
+        differing = frontend.recipe_diff(*(run.recipe for run in runs))
     except OSError as error:
         return empty(words("compare.unreadable", file=error.filename))
     if not differing:

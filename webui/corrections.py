@@ -7,6 +7,7 @@ from typing import Any
 import gradio as gr
 
 import tunekit
+from tunekit import frontend
 from webui.words import Words
 
 
@@ -32,7 +33,7 @@ class Corrections:
             )
             self.save = gr.Button(words("data.correct_save"), size="sm", elem_id="data-save-corrected")
 
-    def offered(self, rows: list[tunekit.InvalidRow]) -> list[Any]:
+    def offered(self, rows: list[frontend.InvalidRow]) -> list[Any]:
         """Return the column, the text and the numbers of rows."""
         text = "\n".join(row.text.replace("\n", " ") for row in rows)
         return [gr.Column(visible=True), text, json.dumps([row.number for row in rows])]

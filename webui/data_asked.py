@@ -14,6 +14,7 @@ from pathlib import Path
 import yaml
 
 import tunekit
+from tunekit import frontend
 from webui.reach import check_reach
 from webui.site import Site
 
@@ -30,9 +31,9 @@ MOST_RECIPE_BYTES = 2**20
 
 
 @cache
-def methods() -> Mapping[str, tunekit.MethodInfo]:
+def methods() -> Mapping[str, frontend.MethodInfo]:
     """Return the methods that may learn from the data, by name."""
-    return {method.name: method for method in tunekit.list_methods()}
+    return {method.name: method for method in frontend.list_methods()}
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def recipe_of(site: Site, asked: Asked) -> tunekit.Recipe:
 def _text_of(site: Site, origin: str) -> str:
     kind, _, name = origin.partition(":")
     if kind == "recipe":
-        return tunekit.recipe_text(name)
+        return frontend.recipe_text(name)
     if kind == "file":
         return _read(site.inside(name), name)
     if kind == "run":
@@ -190,7 +191,7 @@ def _walk(root: Path) -> Iterator[Path]:
             num_seen += 1
             if num_seen > MOST_LOOKED_AT:
                 return
-            if not name.startswith(".") and name.lower().endswith(tunekit.DATA_SUFFIXES) and (here / name).is_file():
+            if not name.startswith(".") and name.lower().endswith(frontend.DATA_SUFFIXES) and (here / name).is_file():
                 yield here / name
 
 

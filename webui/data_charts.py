@@ -9,7 +9,7 @@ from typing import Any
 
 from gradio.components.plot import PlotData
 
-import tunekit
+from tunekit import frontend
 from webui import charts
 from webui.chart_layers import TEXT
 from webui.words import Words
@@ -18,7 +18,7 @@ KEPT, CUT = "#3b82f6", "#f59e0b"
 """Of rows up to the longest length, and of those beyond it."""
 
 
-def length_chart(words: Words, source: tunekit.SourceReport, max_length: int) -> PlotData:
+def length_chart(words: Words, source: frontend.SourceReport, max_length: int) -> PlotData:
     """Rows by length in tokens, before anything is cut, with the line at which they are."""
     bars = [
         {"range": bar.label, "rows": bar.num_rows, "kind": "cut" if bar.low > max_length else "kept"}
@@ -76,7 +76,7 @@ def length_chart(words: Words, source: tunekit.SourceReport, max_length: int) ->
     return PlotData(type="altair", plot=charts.to_text(spec))
 
 
-def numbers(words: Words, report: tunekit.DataReport, source: tunekit.SourceReport) -> str:
+def numbers(words: Words, report: frontend.DataReport, source: frontend.SourceReport) -> str:
     """Everything that was counted in one source, and what should be looked at."""
     warnings = "".join(f"<li>{escape(warning)}</li>" for warning in report.warnings())
     warnings = f"<ul class='data-warnings' role='status'>{warnings}</ul>" if warnings else ""
@@ -91,7 +91,7 @@ def numbers(words: Words, report: tunekit.DataReport, source: tunekit.SourceRepo
     return f"{warnings}<dl class='data-numbers'>{cards}</dl>{ends}"
 
 
-def _cards(words: Words, report: tunekit.DataReport, source: tunekit.SourceReport) -> list[tuple[str, str]]:
+def _cards(words: Words, report: frontend.DataReport, source: frontend.SourceReport) -> list[tuple[str, str]]:
     lengths = source.lengths
     cards = [
         (words("data.all_rows"), f"{source.num_rows:,}"),
@@ -118,7 +118,7 @@ def _share(number: int, whole: int) -> str:
     return f"{number:,} ({number / whole:.1%})" if number and whole else f"{number:,}"
 
 
-def mixture_table(words: Words, report: tunekit.DataReport) -> str:
+def mixture_table(words: Words, report: frontend.DataReport) -> str:
     """Render an epoch's share of each of several sources."""
     if not report.mixture:
         return ""

@@ -7,7 +7,7 @@ from typing import Any
 
 import gradio as gr
 
-import tunekit
+from tunekit import frontend
 from webui.data_asked import EXAMPLE, Asked, data_files, methods
 from webui.site import Site
 from webui.uploads import SUFFIXES
@@ -162,7 +162,7 @@ class Fields:
         note = f"<p>{escape(sentence)} <a href='{escape(own)}'>{escape(self._words('data.other_data'))}</a></p>"
         return [*values, gr.Group(visible=not asked.origin), gr.HTML(note, visible=bool(asked.origin))]
 
-    def update(self, asked: Asked, preview: tunekit.DataPreview) -> list[Any]:
+    def update(self, asked: Asked, preview: frontend.DataPreview) -> list[Any]:
         """The fields after a look: what the columns may mean, and which sources there are."""
         words = self._words
         names = [column.name for column in preview.columns]
@@ -202,4 +202,4 @@ def anew(asked: Asked) -> Asked:
 
 def choices(site: Site) -> Sequence[str]:
     """The files that are offered."""
-    return [*data_files(site), *(EXAMPLE + name for name in tunekit.list_examples())]
+    return [*data_files(site), *(EXAMPLE + name for name in frontend.list_examples())]

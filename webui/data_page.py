@@ -17,6 +17,7 @@ from typing import Any
 import gradio as gr
 
 import tunekit
+from tunekit import frontend
 from webui import data_charts, data_view, trial_view, work
 from webui.corrections import Corrections, corrected_rows
 from webui.data_asked import Asked, address_of, asked_in, is_remote, methods, recipe_of
@@ -298,7 +299,7 @@ def _build_measuring(site: Site, words: Words, fields: Fields) -> list[Any]:
         ]
         try:
             recipe = recipe_of(site, asked_request)
-            report: tunekit.DataReport | None = None
+            report: frontend.DataReport | None = None
             for event in events_of(str(request.session_hash), "data_report", recipe, num_samples=0):
                 if isinstance(event, dict):
                     yield [gr.skip(), gr.skip(), _progress(words, event), gr.skip(), gr.skip()]

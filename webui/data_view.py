@@ -4,13 +4,14 @@ from collections.abc import Iterable, Mapping
 from html import escape
 
 import tunekit
+from tunekit import frontend
 from webui.words import Words, next_step, told
 
 MOST_BAD = 100
 """Bad rows that are listed."""
 
 
-def preview_status(words: Words, preview: tunekit.DataPreview) -> str:
+def preview_status(words: Words, preview: frontend.DataPreview) -> str:
     """Describe the source in a sentence, and its problems."""
     parts = []
     if preview.format is not None:
@@ -27,7 +28,7 @@ def preview_status(words: Words, preview: tunekit.DataPreview) -> str:
     return "".join(parts)
 
 
-def columns_table(words: Words, preview: tunekit.DataPreview) -> str:
+def columns_table(words: Words, preview: frontend.DataPreview) -> str:
     """The columns of a source: what each is read as, and what stands there."""
     if not preview.columns:
         return ""
@@ -50,7 +51,7 @@ def _read_as(words: Words, read_as: str | None, reward: str | None) -> str:
     return f"<span class='data-soft'>{escape(sentence)}</span>"
 
 
-def bad_rows(words: Words, preview: tunekit.DataPreview) -> str:
+def bad_rows(words: Words, preview: frontend.DataPreview) -> str:
     """The bad rows that were found, and what a run would do about them."""
     if not preview.bad:
         return ""
@@ -66,7 +67,7 @@ def bad_rows(words: Words, preview: tunekit.DataPreview) -> str:
     )
 
 
-def rows_html(words: Words, preview: tunekit.DataPreview) -> str:
+def rows_html(words: Words, preview: frontend.DataPreview) -> str:
     """Rows as their model reads them."""
     if not preview.rows:
         return f"<p class='data-soft'>{escape(words('data.no_rows'))}</p>" if preview.num_rows else ""
@@ -85,7 +86,7 @@ def _key(words: Words) -> str:
     return f"<p class='data-key'>{marks}</p>"
 
 
-def _row(words: Words, row: tunekit.RowPreview) -> str:
+def _row(words: Words, row: frontend.RowPreview) -> str:
     label = "" if row.label is None else words("data.label_good" if row.label else "data.label_bad")
     label = f"<span class='data-label data-{'good' if row.label else 'worse'}'>{escape(label)}</span>" if label else ""
     left_out = (
@@ -110,7 +111,7 @@ def _row(words: Words, row: tunekit.RowPreview) -> str:
     )
 
 
-def _sequence(words: Words, one: tunekit.ShownSequence, thumbnails: Mapping[str, str]) -> str:
+def _sequence(words: Words, one: frontend.ShownSequence, thumbnails: Mapping[str, str]) -> str:
     counts = words("data.sequence_counts", tokens=f"{one.num_tokens:,}", trained=f"{one.num_trained:,}")
     if one.name == "prompt":
         counts = words("data.prompt_counts", tokens=f"{one.num_tokens:,}")
@@ -130,7 +131,7 @@ def _sequence(words: Words, one: tunekit.ShownSequence, thumbnails: Mapping[str,
     )
 
 
-def pieces(shown: tunekit.Sample, thumbnails: Mapping[str, str]) -> str:
+def pieces(shown: frontend.Sample, thumbnails: Mapping[str, str]) -> str:
     """Tokens, each with its number and coloured by what it counts, and media in the place of theirs."""
     return "".join(
         _token(piece) if piece.medium is None else _medium(piece.text, thumbnails.get(piece.medium.digest))
@@ -138,7 +139,7 @@ def pieces(shown: tunekit.Sample, thumbnails: Mapping[str, str]) -> str:
     )
 
 
-def _token(piece: tunekit.Piece) -> str:
+def _token(piece: frontend.Piece) -> str:
     name = f"{'data-trained' if piece.trained else 'data-read'}{' data-special' if piece.special else ''}"
     return (
         f"<span class='{name}' title='{escape(', '.join(map(str, piece.ids)))}'>{escape(_visible(piece.text))}</span>"

@@ -9,6 +9,7 @@ from pathlib import Path
 import gradio as gr
 
 import tunekit
+from tunekit import frontend
 from webui.run_parts import empty, table
 from webui.site import Site
 from webui.words import Words, told
@@ -17,7 +18,7 @@ FRESH_SECONDS = 3.0
 """Maximum age in seconds of what is shown again."""
 
 _lock = threading.Lock()
-_kept: list[tuple[float, list[tunekit.DeviceState] | tunekit.TunekitError]] = []
+_kept: list[tuple[float, list[frontend.DeviceState] | tunekit.TunekitError]] = []
 
 
 def build(words: Words) -> gr.HTML:
@@ -31,7 +32,7 @@ def devices_html(site: Site, words: Words) -> str:
     with _lock:
         if not _kept or time.monotonic() - _kept[0][0] > FRESH_SECONDS:
             try:
-                devices: list[tunekit.DeviceState] | tunekit.TunekitError = tunekit.devices()
+                devices: list[frontend.DeviceState] | tunekit.TunekitError = tunekit.devices()
             except tunekit.TunekitError as error:
                 devices = error
             _kept[:] = [(time.monotonic(), devices)]
@@ -39,7 +40,7 @@ def devices_html(site: Site, words: Words) -> str:
     return told(now) if isinstance(now, tunekit.TunekitError) else table_of(now, site, words)
 
 
-def table_of(devices: Sequence[tunekit.DeviceState], site: Site, words: Words) -> str:
+def table_of(devices: Sequence[frontend.DeviceState], site: Site, words: Words) -> str:
     """Render devices: memory in use, runs that hold them, and those that wait in their order."""
     if not devices:
         return empty(words("plan.no_gpu"))
@@ -55,9 +56,9 @@ def table_of(devices: Sequence[tunekit.DeviceState], site: Site, words: Words) -
     return table([words(f"runs.device_{key}") for key in ("name", "memory", "runs", "waiting")], rows)
 
 
-def _used(device: tunekit.DeviceState, words: Words) -> str:
+def _used(device: frontend.DeviceState, words: Words) -> str:
     used = device.total_bytes - device.free_bytes
-    return words("runs.device_used", used=tunekit.gib(used), total=tunekit.gib(device.total_bytes))
+    return words("runs.device_used", used=frontend.gib(used), total=frontend.gib(device.total_bytes))
 
 
 def _runs(folders: Sequence[str], site: Site, words: Words) -> str:

@@ -2,7 +2,7 @@
 
 from html import escape
 
-import tunekit
+from tunekit import frontend
 from webui.site import Site
 from webui.words import Words, next_step
 
@@ -10,7 +10,7 @@ ADVISED = ("killed", "disk", "package", "hung")
 """Causes for which there is a word of advice that the run itself does not give."""
 
 
-def card(site: Site, words: Words, name: str, found: tunekit.Diagnosis) -> str:
+def card(site: Site, words: Words, name: str, found: frontend.Diagnosis) -> str:
     """The card.
 
     Args:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import tunekit
+from tunekit import frontend
 from webui import work
 from webui.fields import meant, shown
 from webui.site import Site
@@ -67,14 +68,14 @@ def opened(site: Site, source: str, changes: list[str]) -> str:
     """
     kind, _, name = source.partition(":")
     if kind == "recipe":
-        text = tunekit.recipe_text(name)
+        text = frontend.recipe_text(name)
     elif kind == "file":
         text = _read(site.inside(name), name)
     elif kind == "run":
         recipe = site.run(name).recipe
-        text = tunekit.edit_text(tunekit.short_recipe(recipe), "output.dir", tunekit.UNSET)
-        for key, path in tunekit.named_paths(recipe):
-            text = tunekit.edit_text(text, key, _name_of(site, path))
+        text = frontend.edit_text(frontend.short_recipe(recipe), "output.dir", frontend.UNSET)
+        for key, path in frontend.named_paths(recipe):
+            text = frontend.edit_text(text, key, _name_of(site, path))
     else:
         raise tunekit.TunekitError(
             f"{source!r} is not a source of a draft", hint="write recipe:NAME, file:PATH or run:NAME"
@@ -83,8 +84,8 @@ def opened(site: Site, source: str, changes: list[str]) -> str:
         key, equals, written = change.partition("=")
         if not equals:
             raise tunekit.TunekitError(f"cannot read the change {change!r}", hint="write key=value")
-        value = tunekit.read_text(f"value: {written}\n").get("value")
-        text = tunekit.edit_text(text, key, tunekit.UNSET if value is None else value)
+        value = frontend.read_text(f"value: {written}\n").get("value")
+        text = frontend.edit_text(text, key, frontend.UNSET if value is None else value)
     return text
 
 
@@ -109,7 +110,7 @@ def _read(path: Path, name: str) -> str:
         raise tunekit.TunekitError(f"{name}: cannot be read: {error}", hint="save the file as UTF-8") from error
 
 
-def check_draft(text: str) -> tuple[tunekit.Recipe | None, list[tunekit.Fault]]:
+def check_draft(text: str) -> tuple[tunekit.Recipe | None, list[frontend.Fault]]:
     """The recipe that a draft makes, or all that is wrong with it: what the command line says, and what a page may not.
 
     The user's own functions are looked up in a process of their own. Code that comes with a model can be asked for on
@@ -123,7 +124,7 @@ def check_draft(text: str) -> tuple[tunekit.Recipe | None, list[tunekit.Fault]]:
     return (None, refused) if refused else (recipe, faults)
 
 
-def remote_code(text: str) -> list[tunekit.Fault]:
+def remote_code(text: str) -> list[frontend.Fault]:
     """Return the places where a draft asks for code that comes with a model: no page runs it."""
     try:
         places = [
@@ -135,30 +136,30 @@ def remote_code(text: str) -> list[tunekit.Fault]:
         return []  # What cannot be read asks for nothing.
     line = next((n for n, words in enumerate(text.splitlines(), 1) if "trust_remote_code" in words), 1)
     what, hint = "does not run from the web UI", "read the code, and use `tunekit train` in a terminal"
-    return [tunekit.Fault(line, 1, entry.key, what, hint) for entry in places]
+    return [frontend.Fault(line, 1, entry.key, what, hint) for entry in places]
 
 
-def _is_function(entry: tunekit.Entry) -> bool:
+def _is_function(entry: frontend.Entry) -> bool:
     return entry.is_open and isinstance(entry.value, str) and ":" in entry.value
 
 
-def entries_of(text: str) -> list[tunekit.Entry]:
+def entries_of(text: str) -> list[frontend.Entry]:
     """The fields that apply to a draft.
 
     Raises:
         TunekitError: It is not YAML.
     """
-    return tunekit.recipe_entries(tunekit.read_text(text))
+    return frontend.recipe_entries(frontend.read_text(text))
 
 
-def differences(text: str) -> list[tunekit.Entry]:
+def differences(text: str) -> list[frontend.Entry]:
     """The fields of a draft whose values differ from the defaults."""
     return [entry for entry in entries_of(text) if entry.kind not in ("section", "sections") and _differs(entry)]
 
 
-def _differs(entry: tunekit.Entry) -> bool:
+def _differs(entry: frontend.Entry) -> bool:
     is_one_in_list = isinstance(entry.default, list) and [entry.value] == entry.default
-    return entry.value is not tunekit.UNSET and entry.value != entry.default and not is_one_in_list
+    return entry.value is not frontend.UNSET and entry.value != entry.default and not is_one_in_list
 
 
 def overrides(base: str, text: str) -> list[str] | None:
@@ -174,7 +175,7 @@ def overrides(base: str, text: str) -> list[str] | None:
         if entry.kind == "sections" and (there is None or _shape(entry) != _shape(there)):
             whole.append(key)
             words.append(f"{key}={_word(entry.value)}")
-        elif entry.kind not in ("section", "sections") and entry.value != (there.value if there else tunekit.UNSET):
+        elif entry.kind not in ("section", "sections") and entry.value != (there.value if there else frontend.UNSET):
             words.append(f"{key}={_word(entry.value)}")
     checked, faults = tunekit.check_text(base, words, find_functions=False)
     recipe, wrong = tunekit.check_text(text, find_functions=False)
@@ -184,13 +185,13 @@ def overrides(base: str, text: str) -> list[str] | None:
     return words if checked.model_dump(exclude=but_name) == recipe.model_dump(exclude=but_name) else None
 
 
-def _shape(entry: tunekit.Entry) -> tuple[int | None, bool, list[Any]]:
+def _shape(entry: frontend.Entry) -> tuple[int | None, bool, list[Any]]:
     items = entry.value if isinstance(entry.value, list) else [entry.value]
     return entry.num_items, entry.is_list, [item.get("type") for item in items if isinstance(item, dict)]
 
 
 def _word(value: Any) -> str:
-    if value is tunekit.UNSET:
+    if value is frontend.UNSET:
         return "null"
     return (
         value if isinstance(value, str) and value.replace("_", "").isalpha() else json.dumps(value, ensure_ascii=False)
@@ -202,7 +203,7 @@ def command_and_python(source: str, text: str, file: str) -> tuple[str, str]:
     kind, _, name = source.partition(":")
     words: list[str] | None = None
     if kind == "recipe":
-        words = overrides(tunekit.recipe_text(name), text)
+        words = overrides(frontend.recipe_text(name), text)
     where = name if words is not None else file
     command = shlex.join(["tunekit", "train", where, *(words or [])])
     listed = f", {json.dumps(words, ensure_ascii=False)}" if words else ""
@@ -239,7 +240,7 @@ def save(site: Site, name: str, text: str, *, replace: bool) -> Path:
     return path
 
 
-def keys_of(entries: list[tunekit.Entry]) -> list[tuple[str, str, int | None]]:
+def keys_of(entries: list[frontend.Entry]) -> list[tuple[str, str, int | None]]:
     """Return the part of the entries that decides which fields a form has."""
     return [(entry.key, entry.kind, entry.num_items) for entry in entries]
 
@@ -257,5 +258,5 @@ def merged(text: str, known: str, given: dict[str, Any]) -> str:
     """
     for entry in entries_of(known):
         if entry.key in given and given[entry.key] != shown(entry):
-            text = tunekit.edit_text(text, entry.key, meant(entry, given[entry.key]))
+            text = frontend.edit_text(text, entry.key, meant(entry, given[entry.key]))
     return text

@@ -8,6 +8,7 @@ from typing import Any
 import gradio as gr
 
 import tunekit
+from tunekit import frontend
 from webui.data_asked import data_files, rewards_in
 from webui.data_view import progress as progress_bar
 from webui.export_view import models_of
@@ -146,7 +147,7 @@ def look(site: Site, words: Words, name: str, seen: str) -> list[Any]:
         mark = first + repr((progress, evaluations))
         if mark == seen:
             return [gr.skip()] * 5
-        output = evaluations_html(tunekit.evaluations_of(run), words)
+        output = evaluations_html(frontend.evaluations_of(run), words)
     except tunekit.TunekitError as error:
         return ["", told(error), *[gr.skip()] * 3]
     choices = models_of(run, state, words)
@@ -173,7 +174,7 @@ def _busy(progress: Progress, words: Words) -> str:
     return progress_bar(words(f"evaluate.phase_{side}", of=Path(of).name), progress.done, progress.total)
 
 
-def evaluations_html(evaluations: Sequence[tunekit.Evaluation], words: Words) -> str:
+def evaluations_html(evaluations: Sequence[frontend.Evaluation], words: Words) -> str:
     """Evaluations as tables, the newest first."""
     if not evaluations:
         return empty(words("evaluate.none"))
@@ -181,7 +182,7 @@ def evaluations_html(evaluations: Sequence[tunekit.Evaluation], words: Words) ->
     return f"<p class='data-soft'>{escape(words('evaluate.interval'))}</p>{''.join(parts)}"
 
 
-def _evaluation(evaluation: tunekit.Evaluation, words: Words) -> str:
+def _evaluation(evaluation: frontend.Evaluation, words: Words) -> str:
     title = words("evaluate.of_model", model=evaluation.model, what=evaluation.what)
     facts = [moment(evaluation.began)]
     if evaluation.step is not None:
@@ -197,7 +198,7 @@ def _evaluation(evaluation: tunekit.Evaluation, words: Words) -> str:
     )
 
 
-def _cells(score: tunekit.Score, words: Words, *, compares: bool) -> list[str]:
+def _cells(score: frontend.Score, words: Words, *, compares: bool) -> list[str]:
     before, after, difference = score.cells
     cells = [escape(score.words), f"{score.num_rows:,}"]
     if not compares:

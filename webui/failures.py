@@ -17,6 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 import gradio as gr
 
 import tunekit
+from tunekit import frontend
 
 SHOWN_SECONDS = 10
 """Seconds that a toast is shown."""
@@ -33,7 +34,7 @@ def in_words(error: Exception) -> tunekit.TunekitError:
     if isinstance(error, tunekit.TunekitError):
         return error
     print(*traceback.format_exception(error), sep="", end="", file=sys.stderr, flush=True)
-    message = ": ".join(filter(None, [type(error).__name__, tunekit.redacted(str(error))]))
+    message = ": ".join(filter(None, [type(error).__name__, frontend.redacted(str(error))]))
     hint = "the terminal of `tunekit ui` shows where; try again, and report it if it fails again"
     return tunekit.TunekitError(f"tunekit itself failed: {message}", hint=hint)
 

@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 import tunekit
+from tunekit import frontend
 
 Shown = str | bool | list[str]
 """Value that a field shows."""
@@ -19,16 +20,16 @@ _PLAIN = re.compile(r"[A-Za-z_][\w./-]*( [\w./-]+)*")
 _NOT_TEXT = {"true", "false", "null", "yes", "no", "on", "off", "y", "n"}
 
 
-def shown(entry: tunekit.Entry) -> Shown:
+def shown(entry: frontend.Entry) -> Shown:
     """Return the value that the field of an entry shows; empty where the default holds."""
     value = entry.value
     if entry.kind == "bool":
         return value if isinstance(value, bool) else bool(entry.default)
     if is_choosing_several(entry):
         return (
-            [] if value is tunekit.UNSET else [_text(item) for item in (value if isinstance(value, list) else [value])]
+            [] if value is frontend.UNSET else [_text(item) for item in (value if isinstance(value, list) else [value])]
         )
-    if value is tunekit.UNSET:
+    if value is frontend.UNSET:
         return _text(entry.default) if entry.is_tag and entry.default is not None else ""
     if entry.kind == "list" and isinstance(value, list):
         return "\n".join(_line(item) for item in value) or "[]"
@@ -37,14 +38,14 @@ def shown(entry: tunekit.Entry) -> Shown:
     return _text(value)
 
 
-def meant(entry: tunekit.Entry, given: Shown) -> Any:
+def meant(entry: frontend.Entry, given: Shown) -> Any:
     """The value that is meant by what stands in the field of an entry; `UNSET` for its default."""
     if isinstance(given, bool):
-        return tunekit.UNSET if given == entry.default else given
+        return frontend.UNSET if given == entry.default else given
     if isinstance(given, list):
-        return given or tunekit.UNSET
+        return given or frontend.UNSET
     if not given.strip() and (given == "" or entry.kind != "text"):
-        return tunekit.UNSET
+        return frontend.UNSET
     if entry.kind == "choice":
         return {"true": True, "false": False}.get(given, given) if True in entry.choices else given
     if entry.kind in ("int", "float"):
@@ -56,12 +57,12 @@ def meant(entry: tunekit.Entry, given: Shown) -> Any:
     return given
 
 
-def is_choosing_several(entry: tunekit.Entry) -> bool:
+def is_choosing_several(entry: frontend.Entry) -> bool:
     """Return whether the field of an entry is a choice of several words."""
     return entry.kind == "list" and entry.item_kind == "choice"
 
 
-def choices(entry: tunekit.Entry) -> list[str]:
+def choices(entry: frontend.Entry) -> list[str]:
     """The words that the field of an entry offers, with those that stand in it and are none of them."""
     words = [_text(choice) for choice in entry.choices]
     there = shown(entry)
@@ -69,7 +70,7 @@ def choices(entry: tunekit.Entry) -> list[str]:
     return words + [str(word) for word in extra if word not in words and word != ""]
 
 
-def default_text(entry: tunekit.Entry) -> str:
+def default_text(entry: frontend.Entry) -> str:
     """An entry's default as its field would show it; empty where there is none."""
     if entry.default in (None, {}, []):
         return ""
@@ -105,7 +106,7 @@ def _line(item: Any) -> str:
     )
 
 
-def _items(entry: tunekit.Entry, given: str) -> Any:
+def _items(entry: frontend.Entry, given: str) -> Any:
     """Parse the lines of a list's field: a lone word, or an item each."""
     lines = [line.strip() for line in given.splitlines() if line.strip()]
     if lines == ["[]"]:
@@ -134,7 +135,7 @@ def _mapping(given: str) -> Any:
     """Parse lines of `key: value`; return the text itself where they are none."""
     below = "".join(f"\n  {line}" for line in given.splitlines())
     try:
-        values = tunekit.read_text(f"lines:{below}\n")["lines"]
+        values = frontend.read_text(f"lines:{below}\n")["lines"]
     except tunekit.TunekitError:
         return given
     return values if isinstance(values, dict) else given

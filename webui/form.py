@@ -12,7 +12,7 @@ from typing import Any
 
 import gradio as gr
 
-import tunekit
+from tunekit import frontend
 from webui.fields import choices, default_text, is_choosing_several, shown
 from webui.words import Words
 
@@ -58,7 +58,7 @@ def id_of(key: str) -> str:
     return "form-" + re.sub(r"[\[\].]+", "-", key).strip("-")
 
 
-def faults_by_entry(entries: Sequence[tunekit.Entry], faults: Sequence[tunekit.Fault]) -> dict[str, str]:
+def faults_by_entry(entries: Sequence[frontend.Entry], faults: Sequence[frontend.Fault]) -> dict[str, str]:
     """Return the fault of each field, by its key: at the field itself, or the first one of a missing section."""
     fault_texts: dict[str, str] = {}
     keys = [entry.key for entry in entries if entry.kind not in ("section", "sections")]
@@ -74,7 +74,7 @@ def _is_below(key: str, above: str) -> bool:
     return key.startswith((f"{above}.", f"{above}["))
 
 
-def info_of(entry: tunekit.Entry, words: Words, fault: str | None) -> str:
+def info_of(entry: frontend.Entry, words: Words, fault: str | None) -> str:
     """The help of a field: what is wrong with it, if anything, and what it means."""
     text = words.translated(_of_variant(entry) if entry.is_tag else entry.description)
     if entry.kind in ("int", "float", "mapping", "list") and entry.takes:
@@ -84,7 +84,7 @@ def info_of(entry: tunekit.Entry, words: Words, fault: str | None) -> str:
     return f"✗ {fault} · {text}" if fault else text
 
 
-def _of_variant(entry: tunekit.Entry) -> str:
+def _of_variant(entry: frontend.Entry) -> str:
     """Return the schema's text on the chosen variant: its part of the help of a tag."""
     words = "|".join(re.escape(str(word)) for word in entry.choices)
     parts = re.split(rf"(?:^|(?<=\. ))({words}): ", entry.description)
@@ -100,14 +100,14 @@ class Form:
     folds: list[tuple[gr.Accordion, list[str]]] = field(default_factory=list)
     """Folds, with the keys of their fields."""
 
-    adds: list[tuple[gr.Dropdown | gr.Button, tunekit.Entry]] = field(default_factory=list)
+    adds: list[tuple[gr.Dropdown | gr.Button, frontend.Entry]] = field(default_factory=list)
     """Buttons that add a section to a list."""
 
     removes: list[tuple[gr.Button, str]] = field(default_factory=list)
     """Buttons that remove a section, with its key."""
 
 
-def matching(entries: Sequence[tunekit.Entry], asked: str, words: Words) -> list[tunekit.Entry]:
+def matching(entries: Sequence[frontend.Entry], asked: str, words: Words) -> list[frontend.Entry]:
     """The fields whose key or help, in English or the page's language, has all the words that somebody looks for."""
     parts = asked.lower().split()
     return [
@@ -120,7 +120,7 @@ def matching(entries: Sequence[tunekit.Entry], asked: str, words: Words) -> list
     ]
 
 
-def make_form(entries: Sequence[tunekit.Entry], faults: dict[str, str], words: Words, asked: str) -> Form:
+def make_form(entries: Sequence[frontend.Entry], faults: dict[str, str], words: Words, asked: str) -> Form:
     """Make the components of a form, inside a context of Gradio's.
 
     Args:
@@ -147,7 +147,7 @@ def make_form(entries: Sequence[tunekit.Entry], faults: dict[str, str], words: W
     return form
 
 
-def _fill(form: Form, entries: Sequence[tunekit.Entry], words: Words, faults: dict[str, str], where: str) -> None:
+def _fill(form: Form, entries: Sequence[frontend.Entry], words: Words, faults: dict[str, str], where: str) -> None:
     """Make the fields of a section: what most people set, its lists of sections, and the rest, folded."""
     lists = [entry for entry in entries if entry.kind == "sections"]
     listed = {child.key for entry in lists for child in entries if _is_below(child.key, entry.key)}
@@ -173,7 +173,7 @@ def _fill(form: Form, entries: Sequence[tunekit.Entry], words: Words, faults: di
 
 
 def _fill_list(
-    form: Form, entry: tunekit.Entry, below: Sequence[tunekit.Entry], words: Words, faults: dict[str, str]
+    form: Form, entry: frontend.Entry, below: Sequence[frontend.Entry], words: Words, faults: dict[str, str]
 ) -> None:
     """Make the fields of each section of a list, with what adds and removes them."""
     kind = entry.key.replace(".", "_")
@@ -206,7 +206,7 @@ def _fill_list(
         )
 
 
-def make_field(entry: tunekit.Entry, words: Words, fault: str | None) -> gr.components.Component:
+def make_field(entry: frontend.Entry, words: Words, fault: str | None) -> gr.components.Component:
     """The component of a field."""
     name = name_of(entry.key)
     label = f"{words('form.field_' + name.replace('.', '_'))} · {entry.key}" if name in EVERYDAY else entry.key

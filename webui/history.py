@@ -13,6 +13,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import tunekit
+from tunekit import frontend
 from webui.long_history import read_parts
 
 MAX_READERS = 24
@@ -30,7 +31,7 @@ class _Shared:
 
     def __init__(self, path: Path) -> None:
         self.lock = threading.Lock()
-        self.reader = tunekit.EventReader(path)
+        self.reader = frontend.EventReader(path)
         self.is_read = threading.Event()
         self.is_read.set()
 
@@ -44,7 +45,7 @@ _threads: list[threading.Thread] = []
 
 
 @contextlib.contextmanager
-def history_of(run: tunekit.Run, *, patient: bool = False) -> Iterator[tunekit.EventReader]:
+def history_of(run: tunekit.Run, *, patient: bool = False) -> Iterator[frontend.EventReader]:
     """Yield a run's history until now, or the part that is read where the reader says that it `is_behind`.
 
     Nobody else reads on while the context lasts.
@@ -72,7 +73,7 @@ def history_of(run: tunekit.Run, *, patient: bool = False) -> Iterator[tunekit.E
         yield shared.reader
 
 
-def checkpoints_of(run: tunekit.Run) -> list[tunekit.Checkpoint]:
+def checkpoints_of(run: tunekit.Run) -> list[frontend.Checkpoint]:
     """The checkpoints of a run, the newest first; their losses as far as its history is read."""
     with history_of(run) as reader:
         return tunekit.checkpoints(run, reader)
@@ -83,7 +84,7 @@ def steps_of(run: tunekit.Run) -> list[int]:
     return sorted({checkpoint.step for checkpoint in checkpoints_of(run) if checkpoint.fault is None}, reverse=True)
 
 
-def share_read(reader: tunekit.EventReader) -> float:
+def share_read(reader: frontend.EventReader) -> float:
     """Return the share of a file that is read, from 0 to 1."""
     return reader.read_bytes / reader.file_bytes if reader.file_bytes else 1.0
 

@@ -6,6 +6,7 @@ The hub is contacted when somebody searches, and never before. It is asked once:
 from dataclasses import dataclass
 
 import tunekit
+from tunekit import frontend
 
 NUM_MODELS = 20
 """Models in an answer, those with the most downloads."""
@@ -38,7 +39,7 @@ def search_models(text: str) -> list[HubModel]:
         response = get_session().get(url, params=query, headers=build_hf_headers(), timeout=LIMIT_SECONDS)
         hf_raise_for_status(response)
     except (OSError, httpx2.HTTPError) as error:
-        reason = tunekit.redacted(str(error).strip().partition("\n")[0]) or "no answer"
+        reason = frontend.redacted(str(error).strip().partition("\n")[0]) or "no answer"
         hint = "use pico, a folder of the workspace, or a finished run; or connect this machine to the network"
         raise tunekit.TunekitError(f"the Hub cannot be reached: {reason}", hint=hint) from error
     return [HubModel(str(model["id"]), int(model.get("downloads") or 0)) for model in response.json()]

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import tunekit
+from tunekit import frontend
 from webui import work
 from webui.planning import HERE
 from webui.reach import check_reach
@@ -66,16 +67,16 @@ def _overrides(name: str) -> list[str]:
     return [f"output.name={name.strip()}"] if name.strip() else []
 
 
-def choices(found: Sequence[tunekit.DeviceState], words: Words) -> list[tuple[str, str]]:
+def choices(found: Sequence[frontend.DeviceState], words: Words) -> list[tuple[str, str]]:
     """Devices as they are offered: name, the end of the UUID, free memory, who has it, and its UUID as the value."""
     return [(_label(device, words), device.uuid) for device in found]
 
 
-def _label(device: tunekit.DeviceState, words: Words) -> str:
+def _label(device: frontend.DeviceState, words: Words) -> str:
     parts = [device.name]
     if device.uuid != "cpu":
         parts.append(f"…{device.uuid[-8:]}")
-    parts.append(words("plan.free", free=tunekit.gib(device.free_bytes), total=tunekit.gib(device.total_bytes)))
+    parts.append(words("plan.free", free=frontend.gib(device.free_bytes), total=frontend.gib(device.total_bytes)))
     if device.runs:
         parts.append(words("plan.held", runs=", ".join(Path(run).name for run in device.runs)))
     if device.waiting:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import tunekit
+from tunekit import frontend
 
 FRESH_SECONDS = 1.0
 """Maximum age in seconds of a listing that is shown again."""
@@ -114,7 +115,7 @@ class Listing:
                 return self._fields
         differing = {
             key: values
-            for key, values in tunekit.recipe_diff(*(recipe for _, recipe in compared)).items()
+            for key, values in frontend.recipe_diff(*(recipe for _, recipe in compared)).items()
             # What some recipes do not have differs where two of the others do.
             if not key.startswith("output.") and len({*values} - {None}) > 1
         }
@@ -158,12 +159,12 @@ class Listing:
             return Line(name, "unreadable") if (path / "status.json").is_file() else None
 
     def _figures(
-        self, logs: Sequence[tunekit.Event], evaluation: tunekit.Event, state: str, status: dict[str, Any]
+        self, logs: Sequence[frontend.Event], evaluation: frontend.Event, state: str, status: dict[str, Any]
     ) -> dict[str, Any]:
         if not logs:
             return {}
         last = logs[-1]
-        measure = tunekit.judged_by(list(last))
+        measure = frontend.judged_by(list(last))
         value, held_out = last.get(measure), evaluation.get(f"eval_{measure}")
         return {
             "measure": measure,
@@ -189,7 +190,7 @@ def listing_of(root: Path) -> Listing:
     return Listing(root / "runs")
 
 
-def seconds_left(logs: Sequence[tunekit.Event], num_steps: int | None) -> float | None:
+def seconds_left(logs: Sequence[frontend.Event], num_steps: int | None) -> float | None:
     """Return the remaining seconds of a run, by the clock between its last logged steps; None where these are too few.
 
     Evaluations and checkpoints between them count, as they will between those to come.
@@ -209,9 +210,9 @@ def _asked(run: tunekit.Run) -> dict[str, Any]:
     return {"method": recipe.method.type, "model": model, "recipe": recipe}
 
 
-def _last_logs(path: Path) -> tuple[list[tunekit.Event], tunekit.Event]:
+def _last_logs(path: Path) -> tuple[list[frontend.Event], frontend.Event]:
     """Return the last logged steps since the run was last resumed, and the last evaluation, or an empty one."""
-    events = tunekit.last_events(path / "events.jsonl")
+    events = frontend.last_events(path / "events.jsonl")
     begins = [place for place, event in enumerate(events) if event["event"] in ("restart", "resume")]
     since = events[begins[-1] + 1 :] if begins else events
     logs = [event for event in since if event["event"] == "log"]

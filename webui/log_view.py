@@ -8,6 +8,7 @@ from typing import Any
 import gradio as gr
 
 import tunekit
+from tunekit import frontend
 from webui.site import Site
 from webui.words import Words, told
 
@@ -60,7 +61,7 @@ def lines_of(run: tunekit.Run, name: str, *, text: str = "", only_serious: bool 
         for line in cleaned
         if line.strip() and text.lower() in line.lower() and (not only_serious or _SERIOUS.search(line))
     ]
-    return [tunekit.redacted(line) for line in matching_lines[-MAX_LINES:]]
+    return [frontend.redacted(line) for line in matching_lines[-MAX_LINES:]]
 
 
 def build(site: Site, words: Words, run_name: gr.Textbox, tick: gr.Timer) -> None:

@@ -3,13 +3,13 @@
 import contextlib
 from multiprocessing.connection import Connection
 
-import tunekit
+from tunekit import frontend
 
 PART_BYTES = 2**24
 """After how much of a file it is told how far it is."""
 
 
-def read_parts(connection: Connection, reader: tunekit.EventReader) -> None:
+def read_parts(connection: Connection, reader: frontend.EventReader) -> None:
     """Read a file to its end, and send what was read after each part."""
     # Where the server has ended, nobody wants it any more.
     with contextlib.suppress(BrokenPipeError):

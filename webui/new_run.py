@@ -13,6 +13,7 @@ from typing import Any
 import gradio as gr
 
 import tunekit
+from tunekit import frontend
 from webui import draft, plan_panel, sweep_panel
 from webui.fields import shown
 from webui.form import Form, classes_of, faults_by_entry, info_of, make_form
@@ -240,7 +241,7 @@ class NewRun:
     def _attach_lists(self, form: Form) -> None:
         """Attach what adds sections to lists and removes them."""
         for button, key in form.removes:
-            self._attach_edit(button.click, f"remove-{key}", partial(self.edit, key=key, value=tunekit.UNSET))
+            self._attach_edit(button.click, f"remove-{key}", partial(self.edit, key=key, value=frontend.UNSET))
         for add, entry in form.adds:
             if isinstance(add, gr.Button):
                 self._attach_edit(add.click, f"add-{entry.key}", partial(self.add, entry=entry, tag=None))
@@ -253,7 +254,7 @@ class NewRun:
         edited = [self.text, self.known, self.tick]
         self._done(acting.then(edit, [self.text, *inputs], edited, key=key, **_QUIET), key=key)
 
-    def _add_chosen(self, entry: tunekit.Entry, text: str, tag: str) -> list[Any]:
+    def _add_chosen(self, entry: frontend.Entry, text: str, tag: str) -> list[Any]:
         return self.add(text, entry, tag)
 
     # What the handlers do
@@ -327,7 +328,7 @@ class NewRun:
             return [*nothing, gr.skip(), gr.skip(), gr.skip()]
         if draft.keys_of(before) != draft.keys_of(now):
             return [*nothing, gr.skip(), checked["text"], _now()]
-        faults = faults_by_entry(now, [tunekit.Fault(**fault_found) for fault_found in checked["faults"]])
+        faults = faults_by_entry(now, [frontend.Fault(**fault_found) for fault_found in checked["faults"]])
         was = {entry.key: shown(entry) for entry in before}
         updates = {}
         for entry in now:
@@ -356,13 +357,13 @@ class NewRun:
     def edit(self, text: str, value: Any, key: str) -> list[Any]:
         """The draft with one key changed, and a form of its own."""
         try:
-            new = tunekit.edit_text(text, key, value)
+            new = frontend.edit_text(text, key, value)
         except tunekit.TunekitError:
             gr.Warning(self.words("form.mend_yaml"))
             return [gr.skip(), gr.skip(), gr.skip()]
         return [new, new, _now()]
 
-    def add(self, text: str, entry: tunekit.Entry, tag: str | None) -> list[Any]:
+    def add(self, text: str, entry: frontend.Entry, tag: str | None) -> list[Any]:
         """The draft with one more section in a list."""
         if tag == "":
             return [gr.skip(), gr.skip(), gr.skip()]
@@ -381,7 +382,7 @@ class NewRun:
             command = python = differences = ""
         return [self.problem_list(faults), payload, differences, command, python]
 
-    def problem_list(self, faults: list[tunekit.Fault]) -> str:
+    def problem_list(self, faults: list[frontend.Fault]) -> str:
         """Render problems, each with its line."""
         if not faults:
             return f"<p class='form-valid' role='status'>✓ {escape(self.words('form.valid'))}</p>"

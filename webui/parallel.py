@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import tunekit
+from tunekit import frontend
 from webui.chart_layers import TEXT
 from webui.charts import CONFIG, to_text
 from webui.listing import Line
@@ -80,7 +80,7 @@ def _spec(
     order = [axis for axis, _ in axes]
     x = {"field": "axis", "type": "nominal", "sort": order, "scale": {"padding": 0.3}}
     y = {"field": "y", "type": "quantitative", "axis": None, "scale": {"domain": [0, 1]}}
-    is_less = tunekit.direction_of(measure, ()) == "less"
+    is_less = frontend.direction_of(measure, ()) == "less"
     # Without its brightest end, which is hard to see on white.
     scheme = {"scheme": {"name": "viridis", "extent": [0, 0.85]}, "reverse": is_less}
     line = {

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from html import escape
 
 import tunekit
+from tunekit import frontend
 from webui import draft
 from webui.form import id_of
 from webui.plan_view import BRIEF, FIGURES
@@ -78,7 +79,7 @@ def seen(before: Seen, machine: str, text: str, plan: tunekit.Plan | tunekit.Tun
 
 
 def _figures(plan: tunekit.Plan) -> dict[str, str]:
-    figures = tunekit.plan_figures(plan)
+    figures = frontend.plan_figures(plan)
     return {name: figures[name].partition(" of ")[0] + _UNITS.get(name, "") for name in BRIEF if name in figures}
 
 
@@ -104,7 +105,7 @@ def changed_keys(before: str, after: str) -> tuple[str, ...]:
     except tunekit.TunekitError:
         return ()
     keys = dict.fromkeys([*old, *new])
-    return tuple(key for key in keys if old.get(key, tunekit.UNSET) != new.get(key, tunekit.UNSET))
+    return tuple(key for key in keys if old.get(key, frontend.UNSET) != new.get(key, frontend.UNSET))
 
 
 def effect_html(found: Seen) -> str:
@@ -127,7 +128,7 @@ def _chosen(text: str, plan: tunekit.Plan | tunekit.TunekitError, words: Words) 
     """Yield the fields that the plan fills in, each with its choice and reason."""
     if isinstance(plan, tunekit.TunekitError):
         return
-    open_keys = {entry.key for entry in draft.entries_of(text) if entry.value in (tunekit.UNSET, "auto")}
+    open_keys = {entry.key for entry in draft.entries_of(text) if entry.value in (frontend.UNSET, "auto")}
     for decision in plan.decisions:
         key = FIELDS.get(decision.topic)
         if key in open_keys:

@@ -8,6 +8,7 @@ from typing import Any
 import gradio as gr
 
 import tunekit
+from tunekit import frontend
 from webui import launching, plan_notes
 from webui.failures import told_by
 from webui.form_lock import ACT, DONE, PRESS, SETTLED
@@ -95,7 +96,7 @@ def build(
     """
     gr.Markdown(f"## {words('plan.title')}", elem_id="plan-title")
     with gr.Row():
-        names = [(name, name) for name in tunekit.machines()]
+        names = [(name, name) for name in frontend.machines()]
         machine = gr.Dropdown(
             [(words("plan.here"), HERE), *names],
             value=HERE,

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from html import escape
 
 import tunekit
+from tunekit import frontend
 from webui.words import Words
 
 FIGURES = {"GiB": "memory", "tokens/s": "speed", "time": "time", "USD": "cost", "batch": "batch", "host GiB": "host"}
@@ -96,7 +97,7 @@ def _lack(error: tunekit.TunekitError, words: Words) -> str:
     """Render needed and available memory; empty where that is not the reason."""
     if not isinstance(error, tunekit.PlanError) or not error.needed_bytes or not error.limit_bytes:
         return ""
-    needed, limit = tunekit.gib(error.needed_bytes), tunekit.gib(error.limit_bytes)
+    needed, limit = frontend.gib(error.needed_bytes), frontend.gib(error.limit_bytes)
     return f"<p>{escape(words('plan.short', needed=needed, limit=limit))}</p>"
 
 
@@ -118,7 +119,7 @@ def _figures(plan: tunekit.Plan, words: Words) -> str:
 
 def _cells(plan: tunekit.Plan, words: Words, names: Iterable[str]) -> str:
     """Figures of a plan by their names, each in a box."""
-    figures = tunekit.plan_figures(plan)
+    figures = frontend.plan_figures(plan)
     units = {"GiB": " GiB", "host GiB": " GiB", "USD": " USD", "tokens/s": ""}
     cells = "".join(
         f"<div><dt>{escape(words(f'plan.{FIGURES[name]}'))}</dt>"
@@ -140,7 +141,7 @@ def _bar(plan: tunekit.Plan, words: Words) -> str:
     total = plan.device.memory_total_bytes
     scale = max(total, plan.memory.total_bytes)
     named = [
-        (f"{words.translated(part)} {tunekit.gib(size)}", size, colour) for part, size, colour in plan.drawn_parts()
+        (f"{words.translated(part)} {frontend.gib(size)}", size, colour) for part, size, colour in plan.drawn_parts()
     ]
     parts = "".join(
         f"<span title='{escape(name)}' style='width:{100 * size / scale:.3f}%;background:{colour}'></span>"
@@ -149,14 +150,14 @@ def _bar(plan: tunekit.Plan, words: Words) -> str:
     occupied = total - plan.device.memory_free_bytes
     occupied_bar = ""
     if occupied > 0:
-        label = words("plan.others", size=tunekit.gib(occupied))
+        label = words("plan.others", size=frontend.gib(occupied))
         occupied_bar = f"<b title='{escape(label)}' style='width:{100 * occupied / scale:.3f}%'></b>"
     limit = f"<i style='left:{min(100.0, 100 * plan.memory_limit_bytes / scale):.3f}%'></i>"
     label = words(
         "plan.bar",
         parts=", ".join(name for name, _, _ in named),
-        total=tunekit.gib(plan.memory.total_bytes),
-        limit=tunekit.gib(plan.memory_limit_bytes),
+        total=frontend.gib(plan.memory.total_bytes),
+        limit=frontend.gib(plan.memory_limit_bytes),
     )
     return f"<div class='plan-bar' role='img' aria-label='{escape(label)}'>{parts}{occupied_bar}{limit}</div>"
 
@@ -164,15 +165,15 @@ def _bar(plan: tunekit.Plan, words: Words) -> str:
 def _legend(plan: tunekit.Plan, words: Words) -> str:
     """Render the legend of the parts, and the usable memory of each device."""
     items = "".join(
-        f"<li><span style='background:{colour}'></span>{escape(words.translated(part))} {tunekit.gib(size)}</li>"
+        f"<li><span style='background:{colour}'></span>{escape(words.translated(part))} {frontend.gib(size)}</li>"
         for part, size, colour in plan.drawn_parts()
     )
     label = words(
         "plan.room",
-        limit=tunekit.gib(plan.memory_limit_bytes),
+        limit=frontend.gib(plan.memory_limit_bytes),
         device=plan.device.name,
-        total=tunekit.gib(plan.device.memory_total_bytes),
-        free=tunekit.gib(plan.device.memory_free_bytes),
+        total=frontend.gib(plan.device.memory_total_bytes),
+        free=frontend.gib(plan.device.memory_free_bytes),
     )
     elsewhere = "".join(f"<p class='plan-basis' lang='en'>{escape(line)}</p>" for line in plan.elsewhere_lines())
     return f"<ul class='plan-legend'>{items}</ul><p class='plan-basis'>{escape(label)}</p>{elsewhere}"

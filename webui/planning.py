@@ -5,6 +5,7 @@ import time
 from collections import OrderedDict
 
 import tunekit
+from tunekit import frontend
 from webui import work
 from webui.reach import check_machine, check_reach
 from webui.site import Site
@@ -62,6 +63,6 @@ def with_changes(text: str, changes: str) -> str:
     """
     for change in changes.splitlines():
         key, _, written = change.partition("=")
-        value = tunekit.read_text(f"value: {written}\n").get("value")
-        text = tunekit.edit_text(text, key, tunekit.UNSET if value is None else value)
+        value = frontend.read_text(f"value: {written}\n").get("value")
+        text = frontend.edit_text(text, key, frontend.UNSET if value is None else value)
     return text

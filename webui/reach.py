@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import tunekit
+from tunekit import frontend
 from webui.site import Site
 
 REMOTE = ("http", "https", "s3", "s3a", "gs", "gcs", "az", "abfs", "hf", "sftp")
@@ -26,7 +27,7 @@ def check_reach(site: Site, recipe: tunekit.Recipe) -> None:
             "trust_remote_code: code that ships with a model does not run from the web UI",
             hint="read the code, and use `tunekit train` in a terminal",
         )
-    for key, text in tunekit.named_paths(recipe):
+    for key, text in frontend.named_paths(recipe):
         _check(site, key, text)
     folder = recipe.output.dir
     if folder is not None and site.inside(folder).parent != site.root.resolve() / "runs":
@@ -42,8 +43,8 @@ def check_edits(site: Site, run: tunekit.Run, edits: Sequence[str]) -> None:
         TunekitError: They do. What else is wrong with them, the run itself says.
     """
     edited, _ = tunekit.check_text((run.path / "recipe.yaml").read_text(encoding="utf-8"), edits, find_functions=False)
-    there = set(tunekit.named_paths(run.recipe))
-    for key, text in [] if edited is None else tunekit.named_paths(edited):
+    there = set(frontend.named_paths(run.recipe))
+    for key, text in [] if edited is None else frontend.named_paths(edited):
         if (key, text) not in there:
             _check(site, key, text)
 

@@ -9,6 +9,7 @@ from typing import Any
 import gradio as gr
 
 import tunekit
+from tunekit import frontend
 from webui import situation
 from webui.reach import check_edits
 from webui.site import Site
@@ -128,7 +129,7 @@ class ResumeForm:
             run = self._site.run(name)
             check_edits(self._site, run, lines_of(edits))
             _check_offered(run, checkpoint)
-            effects = tunekit.effects_of(run, lines_of(edits), from_=checkpoint or None, weights_only=weights_only)
+            effects = frontend.effects_of(run, lines_of(edits), from_=checkpoint or None, weights_only=weights_only)
             for why_not in _why_not(self._words, effects):
                 raise tunekit.TunekitError(why_not)
             with _lock:
@@ -180,7 +181,7 @@ def choices_of(words: Words, found: Situation) -> list[tuple[str, str]]:
     ]
 
 
-def _label(words: Words, one: tunekit.Checkpoint) -> str:
+def _label(words: Words, one: frontend.Checkpoint) -> str:
     parts = [words("controls.of_step", step=one.step)]
     if one.loss is not None:
         parts.append(words("controls.loss", loss=f"{one.loss:.4f}"))
@@ -208,7 +209,7 @@ def effects_of(site: Site, words: Words, name: str, checkpoint: str, edits: str,
         if not lines_of(edits) and not situation_of(run).can_go_on:
             return Effects("", is_possible=False)
         _check_offered(run, checkpoint)
-        effects = tunekit.effects_of(run, lines_of(edits), from_=checkpoint or None, weights_only=weights_only)
+        effects = frontend.effects_of(run, lines_of(edits), from_=checkpoint or None, weights_only=weights_only)
     except tunekit.TunekitError as error:
         return Effects(told(error), is_possible=False)
     if not effects:
@@ -222,7 +223,7 @@ def effects_of(site: Site, words: Words, name: str, checkpoint: str, edits: str,
     return Effects(f"<table><caption>{caption}</caption><tr>{heads}</tr>{rows}</table>{why_not}", not why_not)
 
 
-def _why_not(words: Words, effects: Sequence[tunekit.EditEffect]) -> Iterator[str]:
+def _why_not(words: Words, effects: Sequence[frontend.EditEffect]) -> Iterator[str]:
     """Yield why a run cannot be resumed with edits of such effects, and the remedy."""
     for effect, text in (("saved state", "needs_weights_only"), ("refused", "needs_removal")):
         keys = [edit.key for edit in effects if edit.effect == effect]
@@ -230,7 +231,7 @@ def _why_not(words: Words, effects: Sequence[tunekit.EditEffect]) -> Iterator[st
             yield words(f"controls.{text}", keys=", ".join(keys))
 
 
-def _row(words: Words, one: tunekit.EditEffect) -> str:
+def _row(words: Words, one: frontend.EditEffect) -> str:
     if one.effect == "takes effect":
         effect, mark = words("controls.replans" if one.replans else "controls.takes_effect"), "✓"
     elif one.effect == "saved state":

@@ -6,6 +6,7 @@ from html import escape
 from typing import Any, Literal, NamedTuple
 
 import tunekit
+from tunekit import frontend
 from webui import charts, usage
 from webui.listing import Line
 from webui.words import Words
@@ -90,7 +91,7 @@ def reading(share: float, words: Words) -> str:
     )
 
 
-def head(run: tunekit.Run, line: Line, reader: tunekit.EventReader, words: Words) -> str:
+def head(run: tunekit.Run, line: Line, reader: frontend.EventReader, words: Words) -> str:
     """The name of a run, what it is at, how far it is, and why it ended."""
     began = words("runs.began", when=moment(line.started)) if line.started else ""
     facts = [line.method, line.model, began, *line.tags]
@@ -103,7 +104,7 @@ def head(run: tunekit.Run, line: Line, reader: tunekit.EventReader, words: Words
         f"<ul class='runs-facts'>{items}</ul>{_progress(line, words)}{_way(line, words)}"
         f"<p id='runs-now' aria-live='polite'>{escape(_now(run, line, words))}</p>"
         + ("" if line.is_over else usage.bars(usage.usage_of(run), words))
-        + (f"<p class='runs-reason'>{escape(tunekit.redacted(ended))}</p>" if ended else "")
+        + (f"<p class='runs-reason'>{escape(frontend.redacted(ended))}</p>" if ended else "")
         + (f"<p class='runs-note-text'>{escape(line.note)}</p>" if line.note else "")
         + _restarts(reader, words)
         + "</div>"
@@ -147,7 +148,7 @@ def _now(run: tunekit.Run, line: Line, words: Words) -> str:
     return " · ".join(facts)
 
 
-def _restarts(reader: tunekit.EventReader, words: Words) -> str:
+def _restarts(reader: frontend.EventReader, words: Words) -> str:
     """Render the restarts of a run from a checkpoint."""
     events = sorted([*reader.all("restart"), *reader.all("resume")], key=lambda event: float(event["time"]))
     if not events:
@@ -160,12 +161,12 @@ def _restarts(reader: tunekit.EventReader, words: Words) -> str:
     return f"<details class='runs-restarts'><summary>{summary}</summary><ul>{rows}</ul></details>"
 
 
-def _why(event: tunekit.Event) -> str:
+def _why(event: frontend.Event) -> str:
     reasons = [event["reason"]] if event.get("reason") else [*event.get("changes", ())]
-    return f": {tunekit.redacted('; '.join(map(str, reasons)))}" if reasons else ""
+    return f": {frontend.redacted('; '.join(map(str, reasons)))}" if reasons else ""
 
 
-def warnings(reader: tunekit.EventReader, words: Words) -> str:
+def warnings(reader: frontend.EventReader, words: Words) -> str:
     """Render the warnings, the newest first, with the time."""
     events = [event for kind in ("warning", "error", "stop", "early_stop") for event in reader.all(kind)]
     if not events:
@@ -173,7 +174,7 @@ def warnings(reader: tunekit.EventReader, words: Words) -> str:
     newest = sorted(events, key=lambda event: float(event["time"]), reverse=True)
     rows = "".join(
         f"<li class='runs-{escape(event['event'])}'><time>{clock(event['time'])}</time> "
-        f"{escape(tunekit.redacted(str(event.get('message', ''))))}</li>"
+        f"{escape(frontend.redacted(str(event.get('message', ''))))}</li>"
         for event in newest
     )
     # Of an error, a card tells already.
@@ -182,7 +183,7 @@ def warnings(reader: tunekit.EventReader, words: Words) -> str:
     return f"<details class='runs-warnings'{opened}><summary>{summary}</summary><ul>{rows}</ul></details>"
 
 
-def samples(run: tunekit.Run, reader: tunekit.EventReader, words: Words) -> str:
+def samples(run: tunekit.Run, reader: frontend.EventReader, words: Words) -> str:
     """Render the answers to the same prompts before and after training, and in between where that was requested."""
     if not reader.answers:
         return empty(words("runs.no_samples"))
@@ -206,7 +207,7 @@ def pictured(prompt: str, urls: Iterable[str]) -> str:
     return f"<div class='runs-pictures'>{images}</div>{escape(prompt)}" if images else escape(prompt)
 
 
-def completions(reader: tunekit.EventReader, words: Words, order: Literal["newest", "best", "worst"]) -> str:
+def completions(reader: frontend.EventReader, words: Words, order: Literal["newest", "best", "worst"]) -> str:
     """Answers of the training with their rewards: by groups, the newest first, or all by their reward."""
     events = [(event, [event["best"], *event.get("others", ()), event["worst"]]) for event in reader.all("completions")]
     if order == "newest":
@@ -225,7 +226,7 @@ def completions(reader: tunekit.EventReader, words: Words, order: Literal["newes
     return table(head, cells, kind="runs-texts")
 
 
-def _group(event: tunekit.Event, answers: Sequence[dict[str, Any]], words: Words) -> str:
+def _group(event: frontend.Event, answers: Sequence[dict[str, Any]], words: Words) -> str:
     """Render the answers to a prompt in a step."""
     head = [words(f"runs.{key}") for key in ("answer", "rewards", "advantage")]
     rows = [_rewarded(answer, words) for answer in answers]
@@ -240,7 +241,7 @@ def _rewarded(answer: dict[str, Any], words: Words) -> list[str]:
     return [_answer(answer["answer"], words), escape(_rewards(answer["rewards"])), f"{answer['advantage']:+.2f}"]
 
 
-def checkpoints(run: tunekit.Run, reader: tunekit.EventReader, words: Words) -> str:
+def checkpoints(run: tunekit.Run, reader: frontend.EventReader, words: Words) -> str:
     """Render the checkpoints, the newest first, and whether they still exist."""
     events = {event["step"]: event for event in reader.all("checkpoint")}
     if not events:
@@ -276,7 +277,7 @@ class ResultRow(NamedTuple):
     is_learned: bool = False
 
 
-def result_rows(result: tunekit.Event, words: Words) -> list[ResultRow]:
+def result_rows(result: frontend.Event, words: Words) -> list[ResultRow]:
     """The summary of a finished run: what it is, and how it came out."""
     measures: dict[str, Any] = result.get("measures", {})
     rows = []
@@ -287,7 +288,7 @@ def result_rows(result: tunekit.Event, words: Words) -> list[ResultRow]:
     charts_by_name = {kind.names[0]: kind.key for kind in charts.KINDS if len(kind.names) == 1}
     for name, ends in measures.items():
         label = words(f"charts.{charts_by_name[name]}") if name in charts_by_name else name
-        rows.append(_learned(label, ends[0], ends[-1], tunekit.direction_of(name, measures)))
+        rows.append(_learned(label, ends[0], ends[-1], frontend.direction_of(name, measures)))
     if speed := result.get("tokens_per_second"):
         rows.append(ResultRow(words("runs.tokens_per_second"), f"{speed:,.0f}", round(speed), "more"))
     rows.append(ResultRow(words("runs.num_tokens"), f"{result['num_tokens']:,}", result["num_tokens"]))
@@ -313,7 +314,7 @@ def _learned(label: str, first: Any, last: Any, better: Literal["more", "less"] 
     return ResultRow(label, f"{_figure(first)} → {_figure(last)}", value, better, is_learned=True)
 
 
-def result(reader: tunekit.EventReader, words: Words) -> str:
+def result(reader: frontend.EventReader, words: Words) -> str:
     """The summary of a finished run as a table."""
     event = reader.newest("result")
     if event is None:

@@ -17,6 +17,7 @@ import yaml
 from gradio.components.plot import PlotData
 
 import tunekit
+from tunekit import frontend
 from webui import charts, controls, evaluate_view, export_view, log_view, run_notice, run_parts
 from webui.history import history_of, share_read
 from webui.listing import Line, listing_of
@@ -319,7 +320,7 @@ def _reading(share: float, head: Any, words: Words) -> list[Any]:
     return ["", head, gr.skip(), output, *[gr.skip()] * (NUM_OTHERS - 4 + NUM_CHARTS)]
 
 
-def charts_mark(reader: tunekit.EventReader, *, is_over: bool) -> tuple[int, ...]:
+def charts_mark(reader: frontend.EventReader, *, is_over: bool) -> tuple[int, ...]:
     """Return the state of a run by which its charts are drawn anew; that of a long run changes less often than it logs.
 
     A step more of very many moves no curve that can be seen, and drawing and sending the charts of a run takes more
@@ -393,7 +394,7 @@ def planned_bytes(run: tunekit.Run) -> float | None:
 def recipe_of(run: tunekit.Run) -> str:
     """The recipe of a run as it was written."""
     try:
-        return tunekit.redacted((run.path / "recipe.yaml").read_text(encoding="utf-8"))
+        return frontend.redacted((run.path / "recipe.yaml").read_text(encoding="utf-8"))
     except OSError as error:
         return f"# {error.strerror}"
 
@@ -401,14 +402,14 @@ def recipe_of(run: tunekit.Run) -> str:
 def plan_of(run: tunekit.Run, words: Words) -> str:
     """The plan of a run with its reasons."""
     try:
-        return f"<h2>{escape(words('plan.title'))}</h2>{tunekit.redacted(plan_html(run.plan, words))}"
+        return f"<h2>{escape(words('plan.title'))}</h2>{frontend.redacted(plan_html(run.plan, words))}"
     except tunekit.TunekitError as error:
         return told(error)
     except (OSError, ValueError, KeyError, yaml.YAMLError) as error:
         return told(tunekit.TunekitError(f"{run.path / 'plan.yaml'} is damaged", hint=str(error)))
 
 
-def _answers_mark(reader: tunekit.EventReader) -> list[tuple[str, ...]]:
+def _answers_mark(reader: frontend.EventReader) -> list[tuple[str, ...]]:
     return [tuple(answers) for answers in reader.answers.values()]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import gradio as gr
 
-import tunekit
+from tunekit import frontend
 from webui.listing import Line
 from webui.run_parts import duration, empty, moment, state_words
 from webui.site import Site
@@ -73,7 +73,7 @@ def ordered(lines: Sequence[Line], by: Any, fields: dict[str, dict[str, str]] | 
         if by in ("tokens_per_second", "elapsed"):
             return False, "", value if by == "elapsed" else -value
         # Losses and rewards are not compared with each other.
-        return False, line.measure, value if tunekit.direction_of(line.measure, ()) == "less" else -value
+        return False, line.measure, value if frontend.direction_of(line.measure, ()) == "less" else -value
 
     return sorted(lines, key=place)
 

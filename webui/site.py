@@ -10,12 +10,13 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 import tunekit
+from tunekit import frontend
 
 LANGUAGES = {"en": "English", "zh": "中文"}
 """The languages, each by its own name. English is at `/`, any other at its code, such as `/zh`."""
 
 
-MODELS = ("pico", "pico-vision")
+MODELS = tuple(frontend.SHIPPED_MODELS)
 """Models that ship with tunekit, by their names."""
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import tunekit
+from tunekit import frontend
 from webui.failures import in_words
 from webui.history import history_of
 
@@ -54,8 +55,8 @@ class Situation:
     stopped: str | None = None
     tags: tuple[str, ...] = ()
     note: str = ""
-    checkpoints: tuple[tunekit.Checkpoint, ...] = ()
-    diagnosis: tunekit.Diagnosis | None = None
+    checkpoints: tuple[frontend.Checkpoint, ...] = ()
+    diagnosis: frontend.Diagnosis | None = None
     is_read: bool = True
 
     @property
@@ -152,7 +153,7 @@ def _look(run: tunekit.Run, before: Situation | None) -> Situation:
         updated=status["updated"],
         place=status.get("place_in_line") if state == "queued" else None,
         behind=_behind(run) if state == "queued" else (),
-        wish=tunekit.stop_wish(run),
+        wish=frontend.stop_wish(run),
         tags=tuple(run.tags),
         note=run.note,
     )
@@ -163,12 +164,12 @@ def _look(run: tunekit.Run, before: Situation | None) -> Situation:
         with history_of(run) as reader:
             checkpoints = tuple(tunekit.checkpoints(run, reader))
             is_read = not reader.is_behind
-        return replace(situation, checkpoints=checkpoints, diagnosis=tunekit.diagnose_run(run), is_read=is_read)
+        return replace(situation, checkpoints=checkpoints, diagnosis=frontend.diagnose_run(run), is_read=is_read)
     return situation
 
 
 def _behind(run: tunekit.Run) -> tuple[str, ...]:
-    events = [event for event in tunekit.last_events(run.path / "events.jsonl") if event["event"] == "queue"]
+    events = [event for event in frontend.last_events(run.path / "events.jsonl") if event["event"] == "queue"]
     return tuple(events[-1]["behind"]) if events else ()
 
 

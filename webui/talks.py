@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import tunekit
+from tunekit import frontend
 from webui.site import Site
 
 NUM_OWN = 2
@@ -49,7 +50,7 @@ class Side:
         base: Whether what the model was before answers.
     """
 
-    talk: tunekit.Talk
+    talk: frontend.Talk
     base: bool
 
 
@@ -57,7 +58,7 @@ class Side:
 class _Held:
     """Models of a session."""
 
-    talks: list[tunekit.Talk] = field(default_factory=list)
+    talks: list[frontend.Talk] = field(default_factory=list)
     sides: list[Side] = field(default_factory=list)
     used: float = field(default_factory=time.monotonic)
     busy: int = 0

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-import tunekit
+from tunekit import frontend
 from webui.data_charts import table_html
 from webui.words import Words
 
@@ -12,12 +12,12 @@ MOST_PAIRS = 10
 """Pairs that are shown."""
 
 
-def trial_html(words: Words, trial: tunekit.RewardTrial | tunekit.PairTrial) -> str:
+def trial_html(words: Words, trial: frontend.RewardTrial | frontend.PairTrial) -> str:
     """Render the values of rewards for answers."""
-    return _pairs(words, trial) if isinstance(trial, tunekit.PairTrial) else _answers(words, trial)
+    return _pairs(words, trial) if isinstance(trial, frontend.PairTrial) else _answers(words, trial)
 
 
-def _answers(words: Words, trial: tunekit.RewardTrial) -> str:
+def _answers(words: Words, trial: frontend.RewardTrial) -> str:
     """Render the values for a model's answers, by reward and by row."""
     warnings = "".join(f"<li>{escape(warning)}</li>" for warning in trial.warnings())
     warnings = f"<ul class='data-warnings' role='status'>{warnings}</ul>" if warnings else ""
@@ -42,7 +42,7 @@ def _answers(words: Words, trial: tunekit.RewardTrial) -> str:
     return f"{warnings}{table}<p class='data-soft'>{escape(silent)}</p>{groups}"
 
 
-def _pairs(words: Words, trial: tunekit.PairTrial) -> str:
+def _pairs(words: Words, trial: frontend.PairTrial) -> str:
     """Render the agreement of rewards with pairs, and the pairs that they rank the other way round."""
     keys = ("reward", "weight", "accuracy", "ties", "margin", "compared")
     rows = "".join(

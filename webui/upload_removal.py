@@ -7,6 +7,7 @@ from pathlib import Path
 import gradio as gr
 
 import tunekit
+from tunekit import frontend
 from webui.listing import Line, listing_of
 from webui.reach import paths_of
 from webui.site import Site
@@ -83,6 +84,6 @@ def delete_upload(site: Site, path: str) -> str:
 
 def _reads(site: Site, line: Line, upload: Path) -> bool:
     """Return whether a run's recipe names an upload, a file in it, or a folder that it is in."""
-    texts = [] if line.recipe is None else [text for _, text in tunekit.named_paths(line.recipe)]
+    texts = [] if line.recipe is None else [text for _, text in frontend.named_paths(line.recipe)]
     paths = [path.resolve() for text in texts for path in paths_of(site, text)]
     return any(path.is_relative_to(upload) or upload.is_relative_to(path) for path in paths)

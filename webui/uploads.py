@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import tunekit
+from tunekit import frontend
 from webui.archives import rows_among, unpack
 from webui.site import Site
 
@@ -16,7 +17,7 @@ FOLDER = "uploads"
 _UNUSUAL = re.compile(r"[^\w.\- ]+")
 
 
-SUFFIXES = (*tunekit.DATA_SUFFIXES, ".zip", *tunekit.PICTURE_SUFFIXES)
+SUFFIXES = (*frontend.DATA_SUFFIXES, ".zip", *frontend.PICTURE_SUFFIXES)
 """Suffixes of files that may be sent."""
 
 
@@ -48,7 +49,7 @@ def save_uploads(site: Site, paths: Sequence[str | Path]) -> Path:
             raise
     if any(is_archive):
         raise tunekit.TunekitError("a zip file together with other files", hint="upload it alone")
-    if len(files) == 1 and not files[0].name.lower().endswith(tunekit.PICTURE_SUFFIXES):
+    if len(files) == 1 and not files[0].name.lower().endswith(frontend.PICTURE_SUFFIXES):
         folder.mkdir(exist_ok=True)
         return _save_rows(folder, files[0])
     if len({file.name for file in files}) < len(files):
@@ -75,8 +76,8 @@ def _check(site: Site, file: Path) -> None:
         raise tunekit.TunekitError(f"{file.name}: unsupported file type", hint=f"supported: {known_suffixes}")
     size = file.stat().st_size
     if size > site.max_upload_bytes:
-        limit = tunekit.gib(site.max_upload_bytes)
-        raise tunekit.TunekitError(f"{file.name}: {tunekit.gib(size)} exceeds the upload limit of {limit}")
+        limit = frontend.gib(site.max_upload_bytes)
+        raise tunekit.TunekitError(f"{file.name}: {frontend.gib(size)} exceeds the upload limit of {limit}")
 
 
 def _save_rows(folder: Path, received: Path) -> Path:
@@ -94,7 +95,7 @@ def _safe(name: str) -> str:
 
 
 def _stem(name: str) -> str:
-    suffix = next(suffix for suffix in tunekit.DATA_SUFFIXES if name.lower().endswith(suffix))
+    suffix = next(suffix for suffix in frontend.DATA_SUFFIXES if name.lower().endswith(suffix))
     return name[: -len(suffix)]
 
 

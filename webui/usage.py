@@ -11,6 +11,7 @@ from html import escape
 from pathlib import Path
 
 import tunekit
+from tunekit import frontend
 from webui.words import Words
 
 FRESH_SECONDS = 1.5
@@ -24,8 +25,8 @@ GIB = 2**30
 
 @dataclass
 class _Meter:
-    meter: "tunekit.UsageMeter"
-    usage: "tunekit.Usage | None" = None
+    meter: "tunekit.frontend.UsageMeter"
+    usage: "tunekit.frontend.Usage | None" = None
     time: float = float("-inf")
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -34,10 +35,10 @@ _meters: OrderedDict[Path, _Meter] = OrderedDict()
 _lock = threading.Lock()
 
 
-def usage_of(run: tunekit.Run) -> "tunekit.Usage | None":
+def usage_of(run: tunekit.Run) -> "tunekit.frontend.Usage | None":
     """Return what a run uses on this host; None where nothing of it is here."""
     with _lock:
-        cached = _meters.setdefault(run.path, _Meter(tunekit.UsageMeter(run)))
+        cached = _meters.setdefault(run.path, _Meter(frontend.UsageMeter(run)))
         _meters.move_to_end(run.path)
         while len(_meters) > MAX_METERS:
             _meters.popitem(last=False)
@@ -47,7 +48,7 @@ def usage_of(run: tunekit.Run) -> "tunekit.Usage | None":
         return cached.usage
 
 
-def bars(usage: "tunekit.Usage | None", words: Words) -> str:
+def bars(usage: "tunekit.frontend.Usage | None", words: Words) -> str:
     """Render the use of a host, a bar for each resource."""
     if usage is None:
         return ""

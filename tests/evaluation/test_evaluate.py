@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tunekit
 from tests.tiny import save_chats, save_tiny_model
+from tunekit import frontend
 from tunekit.cli import app
 from tunekit.evaluation.bootstrap import Figure, Sample, scored, wilson
 from tunekit.evaluation.losses import log_likelihoods
@@ -387,7 +388,7 @@ def test_rows_of_which_nothing_is_said_do_not_count_and_one_row_has_no_interval(
 
 
 def test_evaluations_stand_in_the_folder_the_report_the_card_and_what_is_shown(sft, held_out, capsys, monkeypatch):
-    kept = tunekit.evaluations_of(sft)
+    kept = frontend.evaluations_of(sft)
     assert held_out in kept and [one.began for one in kept] == sorted(one.began for one in kept)
     assert not list((sft.path / "evaluations").glob(".*"))
     loss = by_name(held_out)["loss"]
@@ -463,4 +464,4 @@ def test_a_damaged_evaluation_is_named(sft, tmp_path):
     (folder / "evaluations").mkdir(exist_ok=True)
     (folder / "evaluations" / "x.json").write_text('{"model": 1}')
     with pytest.raises(tunekit.TunekitError, match=r"x\.json is not an evaluation"):
-        tunekit.evaluations_of(folder)
+        frontend.evaluations_of(folder)

@@ -7,6 +7,7 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 import tunekit
+from tunekit import frontend
 from tunekit.errors import DependencyError, RecipeError
 from tunekit.recipe import chat_templates
 from tunekit.recipe.chat_templates import NamedTemplate, fitting, named_template, named_templates
@@ -54,8 +55,8 @@ def test_a_file_is_told_from_a_name(tmp_path, monkeypatch):
     assert chat_templates.is_unknown("x" * 1000)
     for path in ("./chatml", "mine", "not-there.jinja", "not/there"):
         assert named_template(recipe(chat_template=path).model.chat_template) is None
-    assert ("model.chat_template", "mine") in tunekit.named_paths(recipe(chat_template="mine"))
-    assert "model.chat_template" not in dict(tunekit.named_paths(recipe(chat_template="chatml")))
+    assert ("model.chat_template", "mine") in frontend.named_paths(recipe(chat_template="mine"))
+    assert "model.chat_template" not in dict(frontend.named_paths(recipe(chat_template="chatml")))
 
 
 def test_another_end_token_than_the_templates_is_refused():

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-import tunekit
-from tunekit import UNSET, Entry
+from tunekit import frontend
 from tunekit.files import list_recipes
+from tunekit.frontend import UNSET, Entry
 from tunekit.recipe.explain import explain
 from tunekit.recipe.load import load_recipe, read_text
 from tunekit.recipe.methods import METHODS
@@ -16,7 +16,7 @@ from tunekit.recipe.schema import Recipe, all_fields, sections_of, tag_of
 
 
 def entries(**values: Any) -> dict[str, Entry]:
-    return {entry.key: entry for entry in tunekit.recipe_entries(values)}
+    return {entry.key: entry for entry in frontend.recipe_entries(values)}
 
 
 def tags(name: str) -> list[str]:
@@ -128,9 +128,9 @@ def test_descriptions_are_those_that_explain_shows() -> None:
 
 @pytest.mark.parametrize("recipe", [recipe.name for recipe in list_recipes()])
 def test_what_a_shipped_recipe_states_stands_at_its_fields(recipe: str) -> None:
-    assert tunekit.recipe_text(recipe) == next(one.path for one in list_recipes() if one.name == recipe).read_text()
+    assert frontend.recipe_text(recipe) == next(one.path for one in list_recipes() if one.name == recipe).read_text()
     loaded = load_recipe(recipe)
-    for entry in tunekit.recipe_entries(read_text(tunekit.recipe_text(recipe))):
+    for entry in frontend.recipe_entries(read_text(frontend.recipe_text(recipe))):
         at: Any = loaded.model_dump()
         for part in undotted(entry.key) or ():
             at = at[part] if isinstance(part, int) else at.get(part) if at is not None else None

@@ -1,6 +1,7 @@
 """What files a recipe may name: every field that is one for paths, wherever it stands."""
 
 import tunekit
+from tunekit import frontend
 
 
 def test_every_place_that_may_name_a_file_is_told_with_its_key():
@@ -12,7 +13,7 @@ def test_every_place_that_may_name_a_file_is_told_with_its_key():
             "output": {"dir": "runs/mine"},
         }
     )
-    assert dict(tunekit.named_paths(recipe)) == {
+    assert dict(frontend.named_paths(recipe)) == {
         "model.path": "models/mine",
         "model.chat_template": "my.jinja",
         "data.train[0].path": "a.jsonl",
@@ -34,5 +35,5 @@ def test_models_that_judge_and_teach_are_among_them():
             },
         }
     )
-    named = dict(tunekit.named_paths(recipe))
+    named = dict(frontend.named_paths(recipe))
     assert named["method.rewards[0].path"] == "s.json" and named["method.rewards[1].model.path"] == "judge"

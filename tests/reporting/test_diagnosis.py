@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-import tunekit
 from tests.commands import run_command
 from tests.tiny import save_chats, save_tiny_model
 from tests.training.engines import made
 from tests.training.faulty import Fault, Forked, faulty
 from tests.training.folders import made_run
 from tests.waiting import until
+from tunekit import frontend
 from tunekit.api import verbs
 from tunekit.errors import DataError, MemoryShortError, NonFiniteError, RunError, StandstillError
 from tunekit.launching.local import supervise
@@ -53,7 +53,7 @@ def test_memory_that_ran_out_is_told_with_the_plan_beside_the_truth(folder):
     run = Run(made(recipe_for(folder, "memory")))
     with faulty(Fault("memory", 4)), pytest.raises(MemoryShortError):
         work(run)
-    found = tunekit.diagnose_run(run)
+    found = frontend.diagnose_run(run)
     assert (found.cause, found.rank) == ("memory", 0)
     assert found.what.startswith("step 4: ") and "is out of memory: 2.00 GiB requested" in found.what
     assert "planned" in found.hint and "measured" in found.hint
@@ -67,12 +67,12 @@ def test_a_change_that_mends_memory_goes_on_from_the_checkpoint(folder):
     run.update_status(phase="failed")
     changes = ["train.micro_batch_size=1"]
     Record(run, Place()).write_error(MemoryShortError("step 5: CPU is out of memory", hint="less", changes=changes))
-    found = tunekit.diagnose_run(run)
+    found = frontend.diagnose_run(run)
     assert (found.changes, found.can_go_on) == (("train.micro_batch_size=1",), True)
     words = " ".join(shown(run).split())
     assert f"try: tunekit resume {run.path} train.micro_batch_size=1" in words
     verbs.resume(run, [*found.changes, "train.max_steps=6"])
-    assert run.state == "finished" and tunekit.diagnose_run(run) is None
+    assert run.state == "finished" and frontend.diagnose_run(run) is None
 
 
 def test_a_loss_that_is_no_number_is_told_with_a_lower_learning_rate_for_a_new_run(folder):
@@ -80,7 +80,7 @@ def test_a_loss_that_is_no_number_is_told_with_a_lower_learning_rate_for_a_new_r
     run = Run(made(recipe))
     with faulty(Fault("loss", 3)), pytest.raises(NonFiniteError):
         work(run)
-    found = tunekit.diagnose_run(run)
+    found = frontend.diagnose_run(run)
     assert (found.cause, found.changes) == ("non_finite", ("train.learning_rate=0.0001",))
     assert found.what.startswith("step 3: the loss is nan, for ")
     # The checkpoint's schedule has its own learning rate.
@@ -95,7 +95,7 @@ def test_a_learning_rate_without_measure_makes_losses_no_numbers(folder):
     recipe = recipe_for(folder, "wild", learning_rate=1e30, max_grad_norm=1e30, lr_scheduler_type="constant")
     with pytest.raises(NonFiniteError):
         verbs.train(recipe)
-    found = tunekit.diagnose_run(Run(folder / "wild"))
+    found = frontend.diagnose_run(Run(folder / "wild"))
     assert (found.cause, found.changes) == ("non_finite", ("train.learning_rate=0.0002",))
 
 
@@ -107,7 +107,7 @@ def test_bad_rows_of_a_stream_are_told_with_the_file_and_the_line(folder, tmp_pa
     run = Run(made(recipe_for(folder, "rows", data=data, max_steps=300)))
     with pytest.raises(DataError):
         work(run)
-    found = tunekit.diagnose_run(run)
+    found = frontend.diagnose_run(run)
     assert found.cause == "rows" and "rows.jsonl:1001" in found.what
     assert found.trace is None and not found.can_go_on
 
@@ -116,7 +116,7 @@ def test_an_exception_that_nobody_thought_of_keeps_its_traceback(folder):
     run = Run(made(recipe_for(folder, "crash")))
     with faulty(Fault("crash", 2)), pytest.raises(RuntimeError):
         work(run)
-    found = tunekit.diagnose_run(run)
+    found = frontend.diagnose_run(run)
     assert (found.cause, found.what, found.hint, found.changes) == ("defect", "RuntimeError: it fails here", None, ())
     assert "in compute_loss" in found.trace and "Traceback" in found.log
 
@@ -126,7 +126,7 @@ def test_the_rank_that_failed_first_is_named_and_not_the_one_that_waited_for_it(
     run = Run(made(recipe_for(folder, "ranks", parallel={"num_processes": 2})))
     with pytest.raises(RuntimeError):
         supervise(run, lambda: Forked(run.path, 2, (Fault("crash", 3, rank=1),)), None)
-    found = tunekit.diagnose_run(run)
+    found = frontend.diagnose_run(run)
     assert (found.cause, found.rank, found.what) == ("defect", 1, "RuntimeError: it fails here")
     assert found.can_go_on
 
@@ -145,7 +145,7 @@ def test_a_killed_process_is_told_as_such_and_the_run_can_go_on_once_it_has_a_ch
         until(has_one)
         process.send_signal(signal.SIGKILL)
     run = Run(folder / "killed")
-    found = tunekit.diagnose_run(run)
+    found = frontend.diagnose_run(run)
     assert (found.cause, found.rank, found.changes, found.can_go_on) == ("killed", None, (), True)
     assert f"process {process.pid} on {os.uname().nodename} exited without an error" in found.what
     assert "exited without an error" in " ".join(shown(run).split())
@@ -164,7 +164,7 @@ def test_errors_say_of_themselves_what_they_come_down_to(tmp_path, error, cause)
     Record(run, Place(rank=1, num_processes=2)).write_error(error)
     (run.path / "stacks").mkdir()
     (run.path / "stacks" / "rank-1.txt").write_text("File a.py, line 3 in wait")
-    found = tunekit.diagnose_run(run)
+    found = frontend.diagnose_run(run)
     assert (found.cause, found.rank) == (cause, 1)
     assert "rank-1:\nFile a.py, line 3 in wait" in found.trace or cause == "package"
 
@@ -172,10 +172,10 @@ def test_errors_say_of_themselves_what_they_come_down_to(tmp_path, error, cause)
 def test_a_full_disk_is_told_as_such(tmp_path):
     run = made_run(tmp_path / "run", phase="failed")
     Record(run, Place()).write_error(not_saved(run, "the checkpoint of step 2", os.strerror(errno.ENOSPC), 10**15))
-    found = tunekit.diagnose_run(run)
+    found = frontend.diagnose_run(run)
     assert found.cause == "disk" and "No space left on device" in found.what
 
 
 @pytest.mark.parametrize("phase", ["finished", "interrupted", "training", "queued"])
 def test_a_run_that_is_well_or_was_stopped_has_no_diagnosis(tmp_path, phase):
-    assert tunekit.diagnose_run(made_run(tmp_path / "run", phase=phase)) is None
+    assert frontend.diagnose_run(made_run(tmp_path / "run", phase=phase)) is None

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import tunekit
 from tests.tiny import save_chats, save_tiny_model
 from tests.training.folders import made_run
-from tunekit import TunekitError
+from tunekit import TunekitError, frontend
 from tunekit.api import verbs
 from tunekit.cli.app import app
 from tunekit.errors import RunError
@@ -157,7 +156,7 @@ def test_a_folder_that_is_deleted_while_the_run_goes_on_is_told_in_a_line(tmp_pa
         "output": {"sample_prompts": [], "dir": str(tmp_path / "run")},
     }
 
-    def delete(event: tunekit.Event) -> None:
+    def delete(event: frontend.Event) -> None:
         if event["event"] == "log":
             shutil.rmtree(tmp_path / "run", ignore_errors=True)
 

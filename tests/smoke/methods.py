@@ -1,9 +1,9 @@
 """Every method with the options that it cannot do without."""
 
-import tunekit
+from tunekit import frontend
 
 
-def required_options(method: tunekit.MethodInfo) -> dict[str, object]:
+def required_options(method: frontend.MethodInfo) -> dict[str, object]:
     """Return the options that a method cannot do without, small enough for tiny models."""
     options: dict[str, object] = {"max_completion_length": 4} if method.generates or method.has_teacher else {}
     if method.is_rewarded:
@@ -13,7 +13,7 @@ def required_options(method: tunekit.MethodInfo) -> dict[str, object]:
     return options
 
 
-METHODS = {method.name: required_options(method) for method in tunekit.list_methods()}
+METHODS = {method.name: required_options(method) for method in frontend.list_methods()}
 
 
 def reward(completions, **columns):

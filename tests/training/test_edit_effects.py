@@ -6,6 +6,7 @@ import pytest
 
 import tunekit
 from tests.tiny import save_chats, save_tiny_model
+from tunekit import frontend
 from tunekit.api import verbs
 from tunekit.errors import RunError, TunekitError
 
@@ -62,7 +63,7 @@ def test_checkpoints_that_were_left_behind_are_told_and_can_be_gone_on_from(run)
     names = [one.name for one in tunekit.checkpoints(run)]
     assert names[-1] == "aside-1/checkpoint-4"
     assert tunekit.checkpoints(run)[-1].fault is None
-    (effect,) = tunekit.effects_of(run, ["train.max_steps=8"], from_="aside-1/checkpoint-4")
+    (effect,) = frontend.effects_of(run, ["train.max_steps=8"], from_="aside-1/checkpoint-4")
     assert (effect.key, effect.before, effect.now) == ("train.max_steps", "4", "8")
     verbs.resume(run, ["train.max_steps=8"], from_="aside-1/checkpoint-4")
     assert run.status()["step"] == 8
@@ -70,7 +71,7 @@ def test_checkpoints_that_were_left_behind_are_told_and_can_be_gone_on_from(run)
 
 def test_each_edit_is_told_with_what_becomes_of_it_and_a_resume_agrees(run):
     asked = ["train.max_steps=8", "train.learning_rate=1e-5", "adapter.rank=4", "train.micro_batch_size=2"]
-    found = {one.key: one for one in tunekit.effects_of(run, asked)}
+    found = {one.key: one for one in frontend.effects_of(run, asked)}
     assert {key: one.effect for key, one in found.items()} == {
         "adapter.rank": "refused",
         "train.learning_rate": "saved state",
@@ -83,11 +84,11 @@ def test_each_edit_is_told_with_what_becomes_of_it_and_a_resume_agrees(run):
         with pytest.raises(RunError) as caught:
             verbs.resume(run, [override])
         assert f"{key} {found[key].before} -> {found[key].now}: {found[key].why}" in caught.value.problem
-    assert tunekit.effects_of(run) == []
+    assert frontend.effects_of(run) == []
 
 
 def test_with_the_weights_alone_what_the_state_holds_takes_effect(run):
-    (effect,) = tunekit.effects_of(run, ["train.learning_rate=1e-5"], weights_only=True)
+    (effect,) = frontend.effects_of(run, ["train.learning_rate=1e-5"], weights_only=True)
     assert (effect.effect, effect.why) == ("takes effect", "")
 
 
@@ -101,4 +102,4 @@ def test_with_the_weights_alone_what_the_state_holds_takes_effect(run):
 )
 def test_edits_and_checkpoints_that_there_are_not_are_refused_in_words(run, overrides, from_, words):
     with pytest.raises(TunekitError, match=words):
-        tunekit.effects_of(run, overrides, from_=from_)
+        frontend.effects_of(run, overrides, from_=from_)

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import tunekit
 from tests.tiny import make_tokenizer, save_chats
+from tunekit import frontend
 from tunekit.estimates.memory.states import (
     adapters_bytes,
     states_bytes,
@@ -165,7 +166,7 @@ def test_what_would_have_fitted_does_fit(workspace, tmp_path):
     assert total.startswith("  total  ")
     # The same limit, and what was said to fit.
     settings = change.partition(": needs ")[0].split(" and ")
-    found = tunekit.diagnose_run(run)
+    found = frontend.diagnose_run(run)
     assert found.cause == "memory" and list(found.changes) == settings
     changed = {name: json.loads(value) for name, value in (s.removeprefix("train.").split("=") for s in settings)}
     changed_recipe = recipe("full", **changed) | BY_TRL

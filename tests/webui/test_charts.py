@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import tunekit
+from tunekit import frontend
 from webui import charts
 from webui.chart_layers import MAX_BANDS, bands_of
 from webui.charts import Curve, Kind, View
@@ -18,10 +18,10 @@ LOSS = next(kind for kind in charts.KINDS if kind.key == "loss")
 MEMORY = next(kind for kind in charts.KINDS if kind.key == "memory")
 
 
-def reader_of(path: Path, entries) -> tunekit.EventReader:
+def reader_of(path: Path, entries) -> frontend.EventReader:
     lines = [{"event": kind, "time": 1000.0 + 60 * time, **fields} for time, (kind, fields) in enumerate(entries)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    reader = tunekit.EventReader(path)
+    reader = frontend.EventReader(path)
     reader.read()
     return reader
 

@@ -8,10 +8,9 @@ import pytest
 import tunekit
 from tests.training.folders import made_run
 from tests.waiting import LIMIT_SECONDS
-from tunekit.files import SHIPPED_MODELS
 from webui.chat import Words, choices_of, chosen
 from webui.said import asked_of, before_answer, shown, text_of, with_turn
-from webui.site import MODELS, Site
+from webui.site import Site
 from webui.talks import IDLE_SECONDS, NUM_ALL, Choice, Talks
 
 QUESTION = [{"role": "user", "content": "What is 3 and 3?"}]
@@ -124,7 +123,6 @@ def test_the_choices_are_what_the_run_has(site, trained_run):
 
 
 def test_a_model_is_chosen_by_its_name_on_the_hub_or_its_folder(site, trained_run):
-    assert set(MODELS) == set(SHIPPED_MODELS)
     for name in ("pico", "Qwen/Qwen3-0.6B"):
         assert site.model(name) == name
         checkpoint, beside, prompts = choices_of(site, Words("en"), name)

@@ -14,6 +14,7 @@ import pytest
 import tunekit
 from tests.training.folders import made_run
 from tests.waiting import LIMIT_SECONDS
+from tunekit import frontend
 from webui import situation
 from webui.controls import _Shown, _write, line_of, look, tags_in
 from webui.diagnosis import card
@@ -110,7 +111,7 @@ def test_each_cause_has_a_title_in_each_language(site, workspace):
     run = failed_run(workspace)
     found = situation_of(run).diagnosis
     for cause in ("memory", "rows", "package", "model", "disk", "hung", "lost", "killed", "defect", "other"):
-        told = tunekit.Diagnosis(**{**vars(found), "cause": cause})
+        told = frontend.Diagnosis(**{**vars(found), "cause": cause})
         assert EN(f"controls.cause_{cause}") in unescape(card(site, EN, run.name, told))
         assert ZH(f"controls.cause_{cause}") in unescape(card(site, ZH, run.name, told))
 

@@ -12,6 +12,7 @@ import pytest
 import tunekit
 from tests.waiting import LIMIT_SECONDS
 from tests.webui.conftest import fill, slow_down
+from tunekit import frontend
 from webui import data_charts, data_page, data_view, trial_view, work
 from webui.data_asked import Asked, address_of, asked_in, data_files, is_remote, recipe_of
 from webui.site import Site
@@ -120,7 +121,7 @@ def test_a_new_run_gets_the_file_its_columns_and_its_method(site):
     (site.root / "odd.csv").write_text("frage,besser,schlechter\na,b,c\n")
     columns = (("prompt", "frage"), ("chosen", "besser"), ("rejected", "schlechter"))
     asked = Asked(path="odd.csv", method="dpo", max_length=64, columns=columns)
-    recipe, faults = tunekit.check_text(tunekit.recipe_text("sft/quickstart"), asked.overrides())
+    recipe, faults = tunekit.check_text(frontend.recipe_text("sft/quickstart"), asked.overrides())
     assert faults == []
     assert (recipe.data.train.path, recipe.data.eval, recipe.data.max_length) == ("odd.csv", None, 64)
     assert (recipe.data.columns, recipe.method.type, recipe.model.path) == (dict(columns), "dpo", "pico")

@@ -3,8 +3,8 @@
 import gradio as gr
 import pytest
 
-import tunekit
 from tests.waiting import until
+from tunekit import frontend
 from webui import evaluate_view
 from webui.evaluate_view import begin, evaluations_html, look
 from webui.site import Site
@@ -46,15 +46,15 @@ def test_what_cannot_be_evaluated_is_refused_at_once(site, trained_run, changes,
 
 def test_figures_are_shown_with_their_intervals_and_verdicts_and_are_text(site):
     def estimate(value):
-        return tunekit.Estimate(value, value - 0.05, value + 0.05)
+        return frontend.Estimate(value, value - 0.05, value + 0.05)
 
-    score = tunekit.Score(
+    score = frontend.Score(
         "loss", "<b>loss</b>", ".2f", "rows", 32, False, "bootstrap", estimate(1.0), estimate(2.0), estimate(-1.0)
     )
-    alone = tunekit.Score("loss", "loss", ".2f", "rows", 1, None, "bootstrap", tunekit.Estimate(3.0))
+    alone = frontend.Score("loss", "loss", ".2f", "rows", 1, None, "bootstrap", frontend.Estimate(3.0))
     made = [
-        tunekit.Evaluation("old", 4, None, "rows.jsonl", (alone,)),
-        tunekit.Evaluation("<i>new</i>", None, "pico", "rows.jsonl", (score,), notes=("<u>note</u>",)),
+        frontend.Evaluation("old", 4, None, "rows.jsonl", (alone,)),
+        frontend.Evaluation("<i>new</i>", None, "pico", "rows.jsonl", (score,), notes=("<u>note</u>",)),
     ]
     page = evaluations_html(made, EN)
     assert page.index("&lt;i&gt;new") < page.index("old on rows.jsonl") and "step 4" in page
@@ -73,7 +73,7 @@ def test_an_evaluation_is_made_and_its_figures_are_shown_to_every_browser(site, 
         return until(lambda: found if (found := evaluate_view._jobs.progress_of(trained_run)).is_over else None)
 
     assert over().phase == "done"
-    (made,) = tunekit.evaluations_of(trained_run)
+    (made,) = frontend.evaluations_of(trained_run)
     assert made.step == 4 and made.scores[0].num_rows == 3
     for words in (EN, ZH):
         found = look(site, words, trained_run.name, "")

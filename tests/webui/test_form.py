@@ -9,6 +9,7 @@ import pytest
 import tunekit
 from tests.commands import run_command
 from tests.webui.conftest import fill, slow_down, train
+from tunekit import frontend
 from tunekit.recipe.schema import all_fields
 from webui import draft
 from webui.fields import shown
@@ -27,7 +28,7 @@ REWARD_TYPES = [
     "function", "exact_match", "numeric_match", "regex", "json_schema", "length", "repetition", "math", "code",
     "reward_model", "judge",
 ]  # fmt: skip
-METHODS = {method.name: method for method in tunekit.list_methods()}
+METHODS = {method.name: method for method in frontend.list_methods()}
 
 FITTING: dict[str, Any] = {
     "method.teacher_prompt_template": "{prompt} as in {privileged_context}",
@@ -66,7 +67,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "data.weight_by": WEIGHTS,
     "data.stopping_strategy": WEIGHTS,
     "data.mixing": {"data.train": [{"path": "a"}, {"path": "c"}], "data.shuffle": False},
-    "data.eval_size": {"data.eval": tunekit.UNSET},
+    "data.eval_size": {"data.eval": frontend.UNSET},
     "data.train.sampling": {"data.train.max_samples": 5},
     "data.eval.sampling": {"data.eval.max_samples": 5},
     "data.packing": {"adapter.type": "lora"},
@@ -128,7 +129,7 @@ def texts() -> list[str]:
         values = {"model": {"path": "pico"}, "data": {"train": {"path": "a"}, "eval": {"path": "b"}}, "method": extra}
         text = "# Mine.\n"
         for name, value in {**values, "adapter": {"type": adapter}}.items():
-            text = tunekit.edit_text(text, name, value)
+            text = frontend.edit_text(text, name, value)
         found.append(text)
     return found
 
@@ -149,12 +150,12 @@ def texts_with_tools() -> list[str]:
     for environment in ENVIRONMENTS:
         text = "# Mine.\n"
         for name, value in {**values, "method": {"type": "grpo", "tools": TOOLS, "environment": environment}}.items():
-            text = tunekit.edit_text(text, name, value)
+            text = frontend.edit_text(text, name, value)
         found.append(text)
     return found
 
 
-def other_value(entry: tunekit.Entry) -> Any:
+def other_value(entry: frontend.Entry) -> Any:
     """A valid value that is not the default."""
     name = name_of(entry.key)
     if name in FITTING:
@@ -177,26 +178,26 @@ def other_value(entry: tunekit.Entry) -> Any:
     return "dict" if entry.kind == "mapping" else "tests.rows:save_rows" if entry.is_open else "some text: #1"
 
 
-def beside(text: str, entry: tunekit.Entry, method: str) -> str:
+def beside(text: str, entry: frontend.Entry, method: str) -> str:
     """A recipe in which a field of this one means something."""
     name = name_of(entry.key)
     for key, value in BESIDE.get(name, {}).items():
         if not (
             key == "method.trainer_args" and (method in ("sft", "gkd", "gold", "prm") or METHODS[method].generates)
         ):
-            text = tunekit.edit_text(text, key, value)
+            text = frontend.edit_text(text, key, value)
     section, _, own = entry.key.rpartition(".")
     if section.endswith("rope_scaling") and own != "factor":
-        text = tunekit.edit_text(text, f"{section}.factor", 2)
+        text = frontend.edit_text(text, f"{section}.factor", 2)
     if name == "method.label_smoothing" and method == "dpo":
-        text = tunekit.edit_text(text, "method.loss_type", ["robust"])
+        text = frontend.edit_text(text, "method.loss_type", ["robust"])
     if section.endswith("relora"):
-        text = tunekit.edit_text(text, "adapter.type", "lora")
-        text = text if own == "steps" else tunekit.edit_text(text, f"{section}.steps", 50)
+        text = frontend.edit_text(text, "adapter.type", "lora")
+        text = text if own == "steps" else frontend.edit_text(text, f"{section}.steps", 50)
     if method in ("gkd", "gold") and name in ROWS_ALONE:
-        text = tunekit.edit_text(text, "method.lmbda", 0)
+        text = frontend.edit_text(text, "method.lmbda", 0)
     if name == "method.rewards.column":
-        text = tunekit.edit_text(text, entry.key.replace("column", "path"), tunekit.UNSET)
+        text = frontend.edit_text(text, entry.key.replace("column", "path"), frontend.UNSET)
     return text
 
 
@@ -210,7 +211,7 @@ def test_every_field_says_in_the_recipe_what_was_meant_and_shows_it_again(method
         base = beside(text, first, method)
         name = name_of(first.key)
         entry = next(one for one in draft.entries_of(base) if name_of(one.key) == name and _same(one, first))
-        field = shown(tunekit.Entry(**{**vars(entry), "value": value}))
+        field = shown(frontend.Entry(**{**vars(entry), "value": value}))
         edited = draft.merged(base, base, {entry.key: field})
         assert edited.startswith("# Mine.\n")
         (now,) = [one for one in draft.entries_of(edited) if one.key == entry.key]
@@ -222,13 +223,13 @@ def test_every_field_says_in_the_recipe_what_was_meant_and_shows_it_again(method
         for part in re.findall(r"[^.\[\]]+", entry.key):
             at = at[int(part)] if isinstance(at, list) else at[part]
         assert at == value, entry.key
-        if entry.value is tunekit.UNSET:
+        if entry.value is frontend.UNSET:
             empty: Any = entry.default if entry.kind == "bool" else [] if isinstance(field, list) else ""
             back = draft.merged(edited, edited, {entry.key: empty})
-            assert tunekit.read_text(back) == tunekit.read_text(base), entry.key
+            assert frontend.read_text(back) == frontend.read_text(base), entry.key
 
 
-def _same(one: tunekit.Entry, other: tunekit.Entry) -> bool:
+def _same(one: frontend.Entry, other: frontend.Entry) -> bool:
     """Whether they are the same field: of several rewards, that of the same one."""
     return one.key == other.key or not one.key.startswith("method.rewards")
 
@@ -258,7 +259,7 @@ def test_what_a_form_leaves_out_is_refused_and_shown_where_it_is_given(method: s
     for key in given.keys() - there:
         if key.startswith("method.teacher") and method != "distillation":
             continue
-        edited = tunekit.edit_text(text, key, given[key])
+        edited = frontend.edit_text(text, key, given[key])
         recipe, faults = tunekit.check_text(edited, find_functions=False)
         assert recipe is None and key in {fault.key for fault in faults}, key
         assert key in {entry.key for entry in draft.entries_of(edited)}, key
@@ -294,7 +295,7 @@ def test_a_wrong_value_is_told_at_its_field_as_on_the_command_line(
     assert faults_by_entry(draft.entries_of(edited), [fault]) == {key: fault.message}
     assert message in fault.message
     (entry,) = [one for one in draft.entries_of(edited) if one.key == key]
-    assert str(shown(entry)) == str(tunekit.read_text(f"x: {typed}")["x"]), "as the YAML reads it"
+    assert str(shown(entry)) == str(frontend.read_text(f"x: {typed}")["x"]), "as the YAML reads it"
     (tmp_path / "mine.yaml").write_text(edited)
     told = run_command("check", "mine.yaml", cwd=tmp_path).stderr
     assert f"mine.yaml:{fault}" in told
@@ -311,7 +312,7 @@ def test_a_change_in_the_form_keeps_what_was_written_meanwhile() -> None:
     fields = {entry.key: shown(entry) for entry in draft.entries_of(known)}
     written = known.replace("rank: 8", "rank: 8, alpha: 3") + "# a comment\n"
     merged = draft.merged(written, known, {**fields, "adapter.rank": "4"})
-    assert tunekit.read_text(merged)["adapter"] == {"type": "lora", "rank": 4, "alpha": 3}
+    assert frontend.read_text(merged)["adapter"] == {"type": "lora", "rank": 4, "alpha": 3}
     assert "# a comment" in merged
 
 
@@ -334,7 +335,7 @@ def site(tmp_path: Path) -> Site:
 def test_a_draft_begins_from_a_recipe_a_file_or_a_run_with_changes(site: Site) -> None:
     text = draft.opened(site, "recipe:sft/quickstart", ["adapter.rank=8", "train.num_epochs=null", "train.max_steps=3"])
     assert text.startswith("# LoRA fine-tuning of pico")
-    values = tunekit.read_text(text)
+    values = frontend.read_text(text)
     assert values["adapter"]["rank"] == 8
     assert values["train"] == {"learning_rate": 2e-3, "max_steps": 3}
     assert draft.opened(site, "file:trained.yaml", []) == (site.root / "trained.yaml").read_text()
@@ -355,7 +356,7 @@ def test_a_draft_begins_from_nothing_else(site: Site, source: str) -> None:
 def test_a_draft_begins_from_a_run(trained_run: tunekit.Run) -> None:
     site = Site(trained_run.path.parent.parent)
     text = draft.opened(site, f"run:{trained_run.name}", ["train.max_steps=9"])
-    assert tunekit.read_text(text)["train"]["max_steps"] == 9
+    assert frontend.read_text(text)["train"]["max_steps"] == 9
     assert len(text.splitlines()) < 30
 
 
@@ -388,9 +389,9 @@ def test_a_draft_is_saved_once_and_replaced_only_where_that_is_said(site: Site) 
 
 
 def test_the_command_trains_the_same_recipe() -> None:
-    base = tunekit.recipe_text("pico/grpo")
-    text = tunekit.edit_text(base, "adapter.type", "lora")
-    text = tunekit.edit_text(text, "method.rewards[1]", {"type": "regex", "pattern": "it's .*"})
+    base = frontend.recipe_text("pico/grpo")
+    text = frontend.edit_text(base, "adapter.type", "lora")
+    text = frontend.edit_text(text, "method.rewards[1]", {"type": "regex", "pattern": "it's .*"})
     command, python = draft.command_and_python("recipe:pico/grpo", text, "mine.yaml")
     assert command.startswith("tunekit train pico/grpo ") and "adapter.type=lora" in command
     words = draft.overrides(base, text)

@@ -9,6 +9,7 @@ import pytest
 
 import tunekit
 from tests.webui.test_runs_page import looked, site_of
+from tunekit import frontend
 from webui import history, run_view
 from webui.history import history_of
 
@@ -26,11 +27,11 @@ def long_run(trained_run: tunekit.Run) -> tunekit.Run:
     return trained_run
 
 
-def points_of(reader: tunekit.EventReader) -> dict[str, list[tuple[float, ...]]]:
+def points_of(reader: frontend.EventReader) -> dict[str, list[tuple[float, ...]]]:
     return {name: list(series) for name, series in reader.series.items()}
 
 
-def read_whole(run: tunekit.Run) -> tunekit.EventReader:
+def read_whole(run: tunekit.Run) -> frontend.EventReader:
     """The shared reader when nothing is left to read."""
     while True:
         with history_of(run, patient=True) as reader:
@@ -40,7 +41,7 @@ def read_whole(run: tunekit.Run) -> tunekit.EventReader:
 
 @pytest.mark.slow
 def test_a_long_history_is_read_elsewhere_to_the_same_curves(long_run):
-    alone = tunekit.EventReader(long_run.path / "events.jsonl")
+    alone = frontend.EventReader(long_run.path / "events.jsonl")
     alone.read()
     reader = read_whole(long_run)
     assert points_of(reader) == points_of(alone) and reader.answers == alone.answers

@@ -7,6 +7,7 @@ import pytest
 
 import tunekit
 from tests.webui.conftest import fill, slow_down
+from tunekit import frontend
 from webui import launching, plan_panel, planning
 from webui.app import build_pages
 from webui.pages import PAGES
@@ -62,7 +63,7 @@ def test_a_plan_shows_its_choice_memory_figures_reasons_and_what_was_ruled_out(s
     assert len(widths) == len(plan.memory.parts)
     assert sum(widths) == pytest.approx(100 * plan.memory.total_bytes / plan.device.memory_total_bytes, abs=0.1)
     for part, size in plan.memory.parts.items():
-        assert f"{words.translated(part)} {tunekit.gib(size)}" in shown
+        assert f"{words.translated(part)} {frontend.gib(size)}" in shown
     assert all(escape(words.translated(one.topic)) in shown for one in plan.decisions)
     assert all(escape(word) in shown for one in plan.decisions for word in (one.choice, one.why))
     assert all(escape(one.layout.name) in shown and escape(one.why) in shown for one in plan.rejected)
@@ -74,7 +75,7 @@ def test_a_draft_that_does_not_fit_says_by_how_much_and_what_would(site):
     error = plan_of(site, text, "h100")
     assert isinstance(error, tunekit.PlanError) and error.changes
     _, view, changes, mend, start, *_ = plan_panel.shown(site, Words("en"), text, "h100", "", Seen())
-    assert tunekit.gib(error.needed_bytes) in view and tunekit.gib(error.limit_bytes) in view
+    assert frontend.gib(error.needed_bytes) in view and frontend.gib(error.limit_bytes) in view
     assert changes.splitlines() == list(error.changes) and mend.visible and not start.interactive
     mended = with_changes(text, changes)
     assert isinstance(plan_of(site, mended, "h100"), tunekit.Plan)
@@ -158,7 +159,7 @@ def test_the_plan_is_told_in_the_language_of_the_page(site):
 
 
 def test_the_fields_of_the_choices_are_fields_of_a_recipe():
-    keys = {entry.key for entry in tunekit.recipe_entries(tunekit.read_text(LARGE))}
+    keys = {entry.key for entry in frontend.recipe_entries(frontend.read_text(LARGE))}
     assert set(FIELDS.values()) <= keys
 
 
@@ -202,7 +203,7 @@ def test_after_a_run_that_could_not_be_started_the_next_one_can(site, monkeypatc
 
 
 def test_devices_are_offered_with_the_end_of_their_uuid_their_free_memory_and_who_has_them():
-    gpu = tunekit.DeviceState("GPU-0123-456789ab", "H100", 80 * 2**30, 40 * 2**30, ("/w/runs/a",), ("/w/runs/b",))
+    gpu = frontend.DeviceState("GPU-0123-456789ab", "H100", 80 * 2**30, 40 * 2**30, ("/w/runs/a",), ("/w/runs/b",))
     ((label, value),) = launching.choices([gpu], Words("en"))
     assert value == gpu.uuid
     assert label == "H100 · …456789ab · 40.0 GiB of 80.0 GiB free · used by a · 1 waiting"

@@ -16,6 +16,7 @@ import tunekit
 from tests.training.folders import made_run
 from tests.waiting import LIMIT_SECONDS
 from tests.webui.conftest import fill
+from tunekit import frontend
 from tunekit.runs.small_files import identity_of
 from webui import compare, devices_view, log_view, run_parts, run_view, runs_table
 from webui.charts import View
@@ -239,7 +240,7 @@ def test_several_runs_are_tagged_and_deleted_at_once(workspace):
 def test_devices_name_the_runs_that_hold_them_and_those_that_wait(workspace):
     inside, outside = str(workspace / "runs" / "<b>mine"), "/elsewhere/runs/secret"
     gpus = [
-        tunekit.DeviceState(f"GPU-{n}", "H200", 100 * 2**30, 40 * 2**30, runs=(inside,), waiting=(outside, inside))
+        frontend.DeviceState(f"GPU-{n}", "H200", 100 * 2**30, 40 * 2**30, runs=(inside,), waiting=(outside, inside))
         for n in range(2)
     ]
     page = devices_view.table_of(gpus, Site(workspace), WORDS)

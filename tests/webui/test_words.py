@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import tunekit
 import webui
+from tunekit import frontend
 from webui.form import EVERYDAY, info_of, name_of
 from webui.site import LANGUAGES
 from webui.words import Words, texts_of, translations
@@ -72,7 +72,7 @@ SHOWN = [
 
 def entries(method):
     sections = {"model": "pico", "data": {"train": "a.jsonl", "eval": "b.jsonl"}, "method": method}
-    return tunekit.recipe_entries(sections)
+    return frontend.recipe_entries(sections)
 
 
 @pytest.mark.parametrize("method", SHOWN, ids=lambda method: method["type"])
