@@ -247,6 +247,9 @@ def list_examples() -> list[str]:
 SHIPPED_MODELS = {name: Path(__file__).parent / "models" / name.replace("-", "_") for name in ("pico", "pico-vision")}
 """Folders of the models that ship with tunekit, by the names that stand for them as `model.path`."""
 
+SHIPPED_MODEL_NAMES = tuple(SHIPPED_MODELS)
+"""Names of the models that ship with tunekit."""
+
 
 def find_example(name: str) -> Path:
     """The file of a shipped example dataset, for data paths such as `example:pirate.jsonl`.

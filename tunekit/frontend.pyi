@@ -15,7 +15,7 @@ from tunekit.data.sources.files import DATA_SUFFIXES as DATA_SUFFIXES
 from tunekit.display.plan import plan_figures as plan_figures
 from tunekit.estimates.hardware.machines import machines as machines
 from tunekit.exporting.export import Export as Export
-from tunekit.files import SHIPPED_MODELS as SHIPPED_MODELS
+from tunekit.files import SHIPPED_MODEL_NAMES as SHIPPED_MODEL_NAMES
 from tunekit.files import ShippedRecipe as ShippedRecipe
 from tunekit.files import list_examples as list_examples
 from tunekit.files import recipe_text as recipe_text

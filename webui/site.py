@@ -16,7 +16,7 @@ LANGUAGES = {"en": "English", "zh": "中文"}
 """The languages, each by its own name. English is at `/`, any other at its code, such as `/zh`."""
 
 
-MODELS = tuple(frontend.SHIPPED_MODELS)
+MODELS = frontend.SHIPPED_MODEL_NAMES
 """Models that ship with tunekit, by their names."""
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
