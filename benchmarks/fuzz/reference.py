@@ -311,6 +311,8 @@ class Reference:
         optimizer = optimizer_of(self.train.get("optim", "adamw_torch"), groups, self.warmup)
         switch = self._modes(optimizer, average := {})
         peaks = [group["lr"] for group in groups]
+        # The log has the recipe's rate, or that of the first parameters where none is trained at it.
+        shown = self.train["learning_rate"] if self.train["learning_rate"] in peaks else peaks[0]
         self._evaluate_at(expected, 0, switch)
         for step, batch in enumerate(self.batches()):
             expected.rows.append([ids for row in batch for ids in (row.answers if self.kind != "sft" else (row.ids,))])
@@ -329,7 +331,7 @@ class Reference:
             self._average(average)
             expected.losses.append(float(loss))
             expected.grad_norms.append(float(norm))
-            expected.rates.append(self.train["learning_rate"] * factor)
+            expected.rates.append(shown * factor)
             num = sum(map(len, expected.rows[-1]))
             expected.tokens.append(num + (expected.tokens[-1] if expected.tokens else 0))
             self._evaluate_at(expected, step + 1, switch)
