@@ -138,7 +138,7 @@ def test_a_run_that_ended_is_looked_at_again_when_it_goes_on(site, workspace):
 def test_a_run_is_resumed_with_edits_that_stay_in_the_workspace_alone(site, workspace, monkeypatch, edit):
     made_run(workspace / "runs" / "mine", phase="interrupted")
     started = []
-    monkeypatch.setattr(tunekit, "effects_of", lambda *values, **options: [])
+    monkeypatch.setattr(frontend, "effects_of", lambda *values, **options: [])
     monkeypatch.setattr(tunekit, "start_resume", lambda run, edits, **options: started.append(edits))
     with gr.Blocks():
         form = ResumeForm(site, EN, gr.Textbox())
