@@ -75,8 +75,13 @@ def _kind(result: Mapping[str, Any]) -> str:
     return " ".join([*words, recipe.get("parallel", {}).get("strategy", "")]).strip()
 
 
-def summary(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return tables of verdicts, of largest differences, and of refusals, in Markdown."""
+def summary(results: Sequence[Mapping[str, Any]], largest: Mapping[str, float] | None = None) -> list[str]:
+    """Return tables of verdicts, of largest differences, and of refusals, in Markdown.
+
+    Args:
+        results: Results, whole or as they are saved.
+        largest: Largest differences by what they are of; those of the results where left out.
+    """
     lines = [f"{len(results)} recipes: {_counted(result['verdict'] for result in results)}", ""]
     num_amplified = sum(result["verdict"] == "same" and bool(result["detail"]) for result in results)
     if num_amplified:
@@ -87,23 +92,12 @@ def summary(results: Sequence[Mapping[str, Any]]) -> list[str]:
     lines += ["| recipes | same | different | crash | refused | other |", "|---|---|---|---|---|---|"]
     groups: dict[str, list[str]] = {}
     for result in results:
-        recipe = result["recipe"]
-        keys = [f"method {recipe['method']['type']}", f"adapter {recipe['adapter']['type']}"]
-        keys += [f"model {recipe['model']['type']}", f"layout {recipe.get('parallel', {}).get('strategy', 'single')}"]
-        keys += ["packed"] * bool(recipe["data"].get("packing")) + ["resumed"] * bool(recipe["cuts"])
-        keys += ["bfloat16"] * (recipe["model"]["dtype"] == "bfloat16")
-        for key in keys:
+        for key in keys_of(result):
             groups.setdefault(key, []).append(result["verdict"])
     for key, verdicts in sorted(groups.items()):
         counts = Counter(verdicts)
         cells = [counts.pop(name, 0) for name in ("same", "different", "crash", "refused")]
         lines.append(f"| {key} | {' | '.join(map(str, cells))} | {sum(counts.values())} |")
-    same = [
-        result
-        for result in results
-        if result["verdict"] == "same" and not result["detail"] and result["recipe"]["model"]["dtype"] != "bfloat16"
-    ]
-    names = dict.fromkeys(name for result in same for name in result["figures"])
     lines += [
         "",
         "Largest differences of those that are the same, in float32, without amplified ones:",
@@ -111,7 +105,7 @@ def summary(results: Sequence[Mapping[str, Any]]) -> list[str]:
         "| of | largest |",
         "|---|---|",
     ]
-    lines += [f"| {name} | {max(r['figures'].get(name, 0.0) for r in same):.1e} |" for name in names]
+    lines += [f"| {name} | {value:.1e} |" for name, value in (largest or largest_of(results)).items()]
     refusals = Counter(
         result["detail"].partition("\n")[0][:200] for result in results if result["verdict"] == "refused"
     )
@@ -119,23 +113,48 @@ def summary(results: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
+def keys_of(result: Mapping[str, Any]) -> list[str]:
+    """Return the groups that a recipe is counted in."""
+    if "keys" in result:
+        return list(result["keys"])
+    recipe = result["recipe"]
+    keys = [f"method {recipe['method']['type']}", f"adapter {recipe['adapter']['type']}"]
+    keys += [f"model {recipe['model']['type']}", f"layout {recipe.get('parallel', {}).get('strategy', 'single')}"]
+    keys += ["packed"] * bool(recipe["data"].get("packing")) + ["resumed"] * bool(recipe["cuts"])
+    return keys + ["bfloat16"] * (recipe["model"]["dtype"] == "bfloat16")
+
+
+def largest_of(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the largest differences of results that are the same in float32 and amplify no rounding."""
+    same = [
+        result
+        for result in results
+        if result["verdict"] == "same" and not result["detail"] and "bfloat16" not in keys_of(result)
+    ]
+    names = dict.fromkeys(name for result in same for name in result["figures"])
+    return {name: max(result["figures"].get(name, 0.0) for result in same) for name in names}
+
+
 def _counted(verdicts: Iterator[str]) -> str:
     return ", ".join(f"{number} {verdict}" for verdict, number in Counter(verdicts).most_common())
 
 
 def save(results: Sequence[Mapping[str, Any]]) -> None:
-    """Write the results beside those of other seeds that are there."""
+    """Write the results beside those of other seeds that are there. A recipe follows from its seed."""
     path = RESULTS / "fuzz.json"
-    saved = json.loads(path.read_text(encoding="utf-8"))["cases"] if path.is_file() else []
-    new = [{key: result[key] for key in ("seed", "verdict", "detail", "recipe")} for result in results]
-    for case, result in zip(new, results, strict=True):
-        case["figures"] = {name: float(f"{value:.1e}") for name, value in result["figures"].items() if value}
-    cases = {case["seed"]: case for case in [*saved, *new]}
+    saved = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"largest": {}, "cases": []}
+    new = [
+        {**{key: result[key] for key in ("seed", "verdict", "detail")}, "keys": keys_of(result)} for result in results
+    ]
+    cases = {case["seed"]: case for case in [*saved["cases"], *new]}
+    largest = dict(saved["largest"])
+    for name, value in largest_of(results).items():
+        largest[name] = max(float(f"{value:.1e}"), largest.get(name, 0.0))
     lines = [json.dumps(cases[seed], ensure_ascii=False) for seed in sorted(cases)]
-    head = json.dumps(circumstances(PACKAGES), ensure_ascii=False)
-    path.write_text(f'{{"of": {head}, "cases": [\n' + ",\n".join(lines) + "\n]}\n", encoding="utf-8")
+    head = f'"of": {json.dumps(circumstances(PACKAGES), ensure_ascii=False)}, "largest": {json.dumps(largest)}'
+    path.write_text(f'{{{head}, "cases": [\n' + ",\n".join(lines) + "\n]}\n", encoding="utf-8")
     text = f"# Random recipes against plain torch\n\n`python -m benchmarks.fuzz --save`: {in_words(PACKAGES)}\n\n"
-    text += "\n".join(summary([{"seconds": 0.0, **case} for case in cases.values()])) + "\n"
+    text += "\n".join(summary([*cases.values()], largest)) + "\n"
     (RESULTS / "fuzz.md").write_text(text, encoding="utf-8")
 
 
