@@ -9,6 +9,7 @@
 The names load when they are first used, so that importing tunekit costs nothing.
 """
 
+from importlib import import_module
 from typing import Any
 
 from tunekit._names import homes_of, loaded
@@ -21,7 +22,7 @@ __all__ = sorted([*_HOMES, "frontend"])
 
 
 def __getattr__(name: str) -> Any:
-    return loaded(__name__, name, _HOMES)
+    return import_module("tunekit.frontend") if name == "frontend" else loaded(__name__, name, _HOMES)
 
 
 def __dir__() -> list[str]:

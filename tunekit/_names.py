@@ -24,6 +24,4 @@ def loaded(module: str, name: str, homes: Mapping[str, str]) -> Any:
     """
     if name in homes:
         return getattr(import_module(homes[name]), name)
-    if (module, name) == ("tunekit", "frontend"):
-        return import_module("tunekit.frontend")
     raise AttributeError(f"module {module!r} has no attribute {name!r}")

@@ -119,7 +119,7 @@ class View:
 
 
 class Resume(NamedTuple):
-    """Where a run was resumed: its name, the place of the axis, and the step."""
+    """A resume of a run: the name of the run, the place of the axis, and the step."""
 
     run: str
     place: float

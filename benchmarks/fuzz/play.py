@@ -257,15 +257,15 @@ def _verdict(case: Case, folder: Path) -> tuple[str, str, dict[str, float]]:
     except TunekitError as error:
         return "refused", str(error).replace(str(folder), ""), {}
     seen = train(case, run)
-    given = given_of(case, folder, recipe, run, seen)
-    expected = Reference(given).run()
+    inputs = given_of(case, folder, recipe, run, seen)
+    expected = Reference(inputs).run()
     figures = dict(differences(recipe, folder / "model", run, seen, expected))
     shown = {name: value for name, (value, _, _) in figures.items()}
     worst = {name: figure for name, figure in figures.items() if not figure[0] <= figure[2]}
     if not worst:
         return "same", "", shown
     # A recipe may amplify rounding: steps that are too large, a loss in the millions.
-    spread = {name: AMPLIFIED * value for name, value in spread_of(given, expected).items()}
+    spread = {name: AMPLIFIED * value for name, value in spread_of(inputs, expected).items()}
     words = [
         f"{name} {value:.3g} (step or name: {where}; rounding up to {spread.get(name, 0):.2g})"
         for name, (value, where, _) in worst.items()

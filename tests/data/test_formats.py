@@ -102,8 +102,8 @@ def test_parts_of_text_are_joined_and_developer_messages_are_those_of_the_system
     other = [{"role": "assistant", "content": [{"type": "text", "text": "No"}]}]
     write(here / "pairs.jsonl", {"prompt": messages[:2], "chosen": messages[2:], "rejected": other})
     data = load("chats.jsonl")
-    said = [("system", "Be brief."), ("user", "Hi there"), ("assistant", "Ho")]
-    as_strings = [{"role": role, "content": content} for role, content in said]
+    turns = [("system", "Be brief."), ("user", "Hi there"), ("assistant", "Ho")]
+    as_strings = [{"role": role, "content": content} for role, content in turns]
     assert list(data.train[0].rows) == [{"messages": as_strings}]
     assert data.notes == [
         "chats.jsonl: 1 row of messages (recognized from the column messages); 1 developer message read as system"

@@ -21,7 +21,7 @@ UNREACHED = """() => {
     .filter((element) => element.checkVisibility() && scrolls(element))
     .filter((element) => element.tabIndex < 0 && !element.querySelector(stops)).map((element) => element.outerHTML);
 }"""
-"""What scrolls, and neither is a stop of the Tab key nor has one in it."""
+"""Elements that scroll, and neither are a stop of the Tab key nor have one in them."""
 
 HEADINGS = """() => [...document.querySelectorAll("h1, h2, h3, h4, h5, h6")]
   .filter((heading) => heading.checkVisibility() && heading.innerText.trim())

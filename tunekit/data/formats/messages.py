@@ -393,8 +393,8 @@ def turns(value: object, where: str) -> list[Row]:
 
 def num_with_role(entries: object, role: str) -> int:
     """Return the number of messages with a role in a list; 0 of anything else."""
-    if not isinstance(entries, list):
-        return 0
+    if not isinstance(entries, list) or not entries or not isinstance(entries[0], dict):
+        return 0  # such as thousands of token ids
     return sum(isinstance(entry, dict) and entry.get("role") == role for entry in entries)
 
 

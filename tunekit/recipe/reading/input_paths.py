@@ -12,7 +12,7 @@ from typing import Any
 
 from tunekit.files import SHIPPED_MODELS
 from tunekit.recipe import schema
-from tunekit.recipe.chat_templates import named_templates
+from tunekit.recipe.chat_templates import named_template
 from tunekit.recipe.reading import parse
 from tunekit.recipe.reading.parse import Key, dotted
 from tunekit.recipe.schema import holders_along
@@ -39,7 +39,7 @@ def find_in_folder(values: dict[str, Any], folder: Path, commanded: Collection[K
         is_own = key[0] in _WITH_INPUTS and not any(key[: len(above)] == above for above in commanded)
         if not isinstance(value, str) or not is_own or not takes_path(key, values):
             return value
-        is_name = value in named_templates() if key[-1] == "chat_template" else value in SHIPPED_MODELS
+        is_name = named_template(value) is not None if key[-1] == "chat_template" else value in SHIPPED_MODELS
         if is_name or not value or "://" in value or Path(value).is_absolute():
             return value
         here, there = _matches(Path(value)), _matches(folder / value)
