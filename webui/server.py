@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import tempfile
 from pathlib import Path
 from types import FrameType
@@ -40,6 +41,8 @@ def serve(site: Site, *, host: str, port: int, password: str | None, open_browse
         # For a page of figures that is not served, it would make a table of the last 10,000 answers at each answer.
         os.environ["GRADIO_ANALYTICS_MAX_EVENTS"] = "1"
         os.environ["GRADIO_ANALYTICS_CACHE_FREQUENCY"] = str(10**9)
+        # Where it is installed, gradio would import it at the first event, and no page draws with it.
+        sys.modules.setdefault("matplotlib", None)  # type: ignore[arg-type]
         import uvicorn
 
         from webui.app import make_app

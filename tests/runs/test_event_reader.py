@@ -91,6 +91,18 @@ def test_of_a_long_curve_the_extremes_of_every_stretch_and_the_last_point_are_ke
         assert (min(told), max(told)) == (min(logged[s] for s in stretch), max(logged[s] for s in stretch))
 
 
+@pytest.mark.parametrize("damage", [{"loss": 10**400}, {"time": 10**400}, {"time": math.nan}, {"step": 10**30}])
+def test_numbers_that_no_float_holds_end_no_reading(tmp_path, damage):
+    path = tmp_path / "events.jsonl"
+    written(path, [("log", {"step": 1, "loss": 3.0}), ("log", {"step": 2, "loss": 2.0})])
+    with path.open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps({"event": "log", "time": 3.0, "step": 3, "loss": 1.5, **damage}) + "\n")
+        stream.write(json.dumps({"event": "log", "time": 4.0, "step": 4, "loss": 1.0}) + "\n")
+    reader = read(path)
+    assert values_of(reader.series["loss"]) == {1: 3.0, 2: 2.0, 4: 1.0}
+    assert reader.num_broken == ("loss" not in damage)
+
+
 def test_of_a_hundred_thousand_steps_a_single_peak_is_seen_and_little_is_kept(tmp_path):
     path = tmp_path / "events.jsonl"
     loss = {step: 2 + math.sin(step / 1000) for step in range(1, 100_001)} | {54_321: 99.0}

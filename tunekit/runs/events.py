@@ -52,6 +52,7 @@ import errno
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -83,6 +84,9 @@ FIELDS: dict[str, tuple[tuple[str, type], ...]] = {
     "ranks": (("step", int), ("ranks", list)),
 }
 """Fields by type that events of a kind are read by in many places."""
+
+MAX_STEP = 2**53
+"""Largest step of an event, which a float still holds exactly."""
 
 
 class EventLog:
@@ -191,8 +195,14 @@ def is_event(event: object) -> bool:
     """Return whether a line's value is an event, with the fields that every reader relies on."""
     if not isinstance(event, dict) or not isinstance(event.get("event"), str):
         return False
-    fields = FIELDS.get(event["event"], ())
-    return isinstance(event.get("time"), int | float) and all(isinstance(event.get(key), kind) for key, kind in fields)
+    if not is_finite(event.get("time")) or (isinstance(event.get("step"), int) and abs(event["step"]) > MAX_STEP):
+        return False
+    return all(isinstance(event.get(key), kind) for key, kind in FIELDS.get(event["event"], ()))
+
+
+def is_finite(value: object) -> bool:
+    """Return whether a logged value is a number that a float can hold."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
 
 
 def _plain(value: Any) -> Any:
