@@ -7,24 +7,25 @@ evaluated by its trainer after the last step. Another process then loads what wa
 an adapter, without tunekit, and computes the loss of the same rows: a mean over all trained tokens, as the trainer's.
 The two losses must be the same up to rounding. A cell that the plan refuses has its reason.
 
-Results are kept as they come (`build/saved.jsonl`), so that a matrix of hours can be interrupted; what was measured of
-another commit is measured again.
+Results are kept as they come (`build/saved.jsonl`), so that it can be interrupted; what was measured before a change
+of tunekit is measured again.
 """
 
 import argparse
 import json
 import random
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.circumstances import commit, in_words
+from benchmarks.circumstances import in_words
 from tests.processes import in_processes
 from tests.tiny import save_chats, save_tiny_model
 from tests.training.engines import made, worked
@@ -132,30 +133,41 @@ def prepare(folder: Path) -> None:
     save_chats(folder / "held_out.jsonl", ((f"double {n}", f"it is {2 * n}") for n in range(40, 48)))
 
 
-def measured(cell: Cell, folder: Path) -> dict[str, Any]:
-    """Train a cell, and return both losses, or why there are none."""
+def measured(cell: Cell, folder: Path) -> Iterator[tuple[Cell, dict[str, Any]]]:
+    """Train a cell, and yield it with its losses, or why there are none; then the same for it as it is resumed.
+
+    The loss of the resumed one is compared with that of the whole run too.
+
+    Args:
+        cell: A cell that is not resumed.
+        folder: Its models and rows.
+    """
     from tunekit.api.resume import resumed
     from tunekit.runs.run import Run
 
     shutil.rmtree(folder / "run", ignore_errors=True)
+    both = (cell, replace(cell, resumed=True))
     try:
         run = Run(made(recipe_of(cell, folder)))
     except TunekitError as error:
-        return {"verdict": "refused", "detail": str(error)}
-    num = run.plan.layout.num_processes
-    try:
-        in_processes(num, worked, run.path)
-        if cell.resumed:
-            # Back to the checkpoint in its middle, in fresh processes.
-            in_processes(num, worked, resumed(run, from_=str(AT)).path)
-        rows = list(_rows(run.path))
-        trained = [event["eval_loss"] for event in run.events() if event["event"] == "eval"][-1]
-        (saved,) = in_processes(1, loss_of_saved, str(run.model_path), rows, cell)
-    except (AssertionError, TunekitError) as error:
-        return {"verdict": "failed", "detail": str(error).strip().splitlines()[-1]}
-    share = abs(saved - trained) / trained
-    verdict = "same" if share <= TOLERANCES[cell.dtype] else "different"
-    return {"verdict": verdict, "detail": f"{trained:.5f} trained, {saved:.5f} saved: {share:.0e}"}
+        yield from ((one, {"verdict": "refused", "detail": str(error)}) for one in both)
+        return
+    whole = 0.0
+    for one in both:
+        try:
+            # The second is back at the checkpoint in the middle of the first, in fresh processes.
+            path = resumed(run, from_=str(AT)).path if one.resumed else run.path
+            in_processes(run.plan.layout.num_processes, worked, path)
+            trained = [event["eval_loss"] for event in run.events() if event["event"] == "eval"][-1]
+            whole = whole or trained
+            (saved,) = in_processes(1, loss_of_saved, str(run.model_path), list(_rows(run.path)), one)
+        except (AssertionError, TunekitError) as error:
+            yield one, {"verdict": "failed", "detail": str(error).strip().splitlines()[-1]}
+            continue
+        share = max(abs(saved - trained), abs(whole - trained)) / trained
+        verdict = "same" if share <= TOLERANCES[one.dtype] else "different"
+        losses = f"{whole:.5f} whole, {trained:.5f} trained, {saved:.5f} saved"
+        yield one, {"verdict": verdict, "detail": f"{losses}: {share:.0e}"}
 
 
 def _rows(run: Path) -> Iterator[tuple[list[int], list[int]]]:
@@ -223,11 +235,17 @@ def _quantization(cell: Cell) -> dict[str, Any]:
     return {"quantization_config": config}
 
 
+def source() -> str:
+    """Return the last commit that changed what a result depends on."""
+    git = ["git", "-C", str(ROOT), "log", "-1", "--format=%h", "--", "tunekit", "tests/training/engines.py", __file__]
+    return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def known() -> dict[Cell, dict[str, Any]]:
-    """Return what was measured at this commit."""
+    """Return what was measured of this source."""
     lines = STATE.read_text(encoding="utf-8").splitlines() if STATE.is_file() else []
     rows = [json.loads(line) for line in lines]
-    return {Cell(**row["cell"]): row["result"] for row in rows if row["commit"] == commit()}
+    return {Cell(**row["cell"]): row["result"] for row in rows if row["source"] == source()}
 
 
 def page(results: dict[Cell, dict[str, Any]]) -> str:
@@ -268,11 +286,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         prepare(folder)
         for cell in chosen:
             if cell not in results:
-                results[cell] = measured(cell, folder)
-                STATE.parent.mkdir(parents=True, exist_ok=True)
-                with STATE.open("a", encoding="utf-8") as file:
-                    line = {"commit": commit(), "cell": asdict(cell), "result": results[cell]}
-                    file.write(json.dumps(line) + "\n")
+                for one, result in measured(replace(cell, resumed=False), folder):
+                    results[one] = result
+                    STATE.parent.mkdir(parents=True, exist_ok=True)
+                    with STATE.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps({"source": source(), "cell": asdict(one), "result": result}) + "\n")
             print(f"{results[cell]['verdict']:10} {cell.name}: {results[cell]['detail']}", flush=True)
     if args.save:
         RESULTS.write_text(page(results), encoding="utf-8")

@@ -7,12 +7,12 @@ from benchmarks.saved import ENGINES, TOLERANCES, Cell, _rows, cells, loss_of_sa
 from tests.processes import in_processes
 
 SEEDS = [
-    Cell("single", "lora", tied=True, resumed=False, dtype="float32"),
-    Cell("fsdp2", "vera", tied=False, resumed=True, dtype="float32"),
-    Cell("fsdp2", "lora, embedding", tied=True, resumed=True, dtype="bfloat16"),
-    Cell("zero3", "full", tied=True, resumed=True, dtype="float32"),
-    Cell("ddp", "dora", tied=False, resumed=False, dtype="bfloat16"),
-    Cell("zero2", "qlora", tied=True, resumed=True, dtype="float32"),
+    ("single", "lora", True, "float32"),
+    ("fsdp2", "vera", False, "float32"),
+    ("fsdp2", "lora, embedding", True, "bfloat16"),
+    ("zero3", "full", True, "float32"),
+    ("ddp", "dora", False, "bfloat16"),
+    ("zero2", "qlora", True, "float32"),
 ]
 
 
@@ -24,16 +24,18 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", SEEDS, ids=[cell.name for cell in SEEDS])
-def test_the_saved_model_has_the_loss_of_the_trained_one(folder, cell):
-    result = measured(cell, folder)
-    assert result["verdict"] == "same", result
+@pytest.mark.parametrize(("engine", "adapter", "tied", "dtype"), SEEDS)
+def test_the_saved_model_has_the_loss_of_the_trained_one(folder, engine, adapter, tied, dtype):
+    results = dict(measured(Cell(engine, adapter, tied, resumed=False, dtype=dtype), folder))
+    assert {cell.resumed: result["verdict"] for cell, result in results.items()} == {False: "same", True: "same"}, (
+        results
+    )
 
 
 @pytest.mark.slow
 def test_a_weight_that_was_saved_otherwise_is_seen(folder):
     cell = Cell("single", "lora", tied=False, resumed=False, dtype="float32")
-    assert measured(cell, folder)["verdict"] == "same"
+    assert {result["verdict"] for _, result in measured(cell, folder)} == {"same"}
     run = folder / "run"
     file = run / "model" / "adapter_model.safetensors"
     rows = list(_rows(run))
