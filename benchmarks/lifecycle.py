@@ -1,6 +1,6 @@
 """A run's life at random: begun, killed, stopped, edited, damaged, moved and resumed in any order, held to a model.
 
-    python -m benchmarks.lifecycle [--steps N] [--seed N] [--only ENGINE ...] [--save]
+    python -m benchmarks.lifecycle [--minutes N] [--steps N] [--seed N] [--only ENGINE ...] [--save]
 
 A tiny model is trained. After random waits a process of the run is killed, or its supervisor, or it is stopped, or
 somebody resumes it a second time or deletes it; while it is not running it is resumed, by two at the same moment too,
@@ -15,9 +15,12 @@ hold that
 - a run that ends has the weights of one that nothing happened to, to the bit, after as many steps.
 
 A seed gives the same choices again, not the same moments. The runs lie on a small disk, which only root can mount.
+Lives are kept as they end (`build/lifecycle.jsonl`), so that many hours of them can be lived in parts and at once;
+`--save` adds them up.
 """
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -29,7 +32,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +40,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from benchmarks.circumstances import circumstances
+from benchmarks.circumstances import circumstances, commit
 from benchmarks.injected import BALLAST, Fault, fill, go
 from benchmarks.prepared import ENGINES, Place, Prepared, mounted, save_source, started
 from tunekit.errors import TunekitError
@@ -48,6 +51,7 @@ from tunekit.runs.run import Run
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "lifecycle.json"
+STATE = ROOT / "build" / "lifecycle.jsonl"
 PACKAGES = ("tunekit", "torch", "transformers", "accelerate")
 LENGTHS = (8, 12, 16, 20)
 """Steps that a run is trained to, one after the other."""
@@ -411,24 +415,47 @@ def live(engine: str, num_steps: int, seed: int, console: Console) -> Found:
     return found
 
 
+def summed() -> dict[str, Any]:
+    """Return what all lives of a file came to: by engine, and of which commits."""
+    lives = [json.loads(line) for line in STATE.read_text(encoding="utf-8").splitlines()]
+    engines: dict[str, dict[str, Any]] = {}
+    for life in sorted(lives, key=lambda life: (list(ENGINES).index(life["engine"]), life["seed"])):
+        engine = engines.setdefault(life["engine"], {"lives": 0, "steps": Counter(), "ended": 0, "broken": []})
+        engine["lives"] += 1
+        engine["steps"].update(life["steps"])
+        engine["ended"] += life["ended"]
+        engine["broken"] += life["broken"]
+    num_steps = sum(sum(engine["steps"].values()) for engine in engines.values())
+    return {"commits": sorted({life["commit"] for life in lives}), "num_steps": num_steps, "engines": engines}
+
+
 def main() -> int:
     """Let it live, print, and save if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1000, help="of each engine")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="+", choices=ENGINES, default=["single full", "ddp x2 lora", "fsdp2 x2 full"])
+    parser.add_argument(
+        "--minutes", type=float, default=0.0, help="lives are begun for so long; default: one an engine"
+    )
+    parser.add_argument("--steps", type=int, default=100, help="of each life")
+    parser.add_argument("--seed", type=int, default=0, help="of the first life; the next ones have the next seeds")
+    parser.add_argument("--only", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.relative_to(ROOT)}")
     options = parser.parse_args()
-    console, told = Console(width=150), {}
-    for engine in options.only:
-        found = live(engine, options.steps, options.seed, console)
-        told[engine] = {"steps": dict(found.steps), "ended": found.ended, "broken": found.broken}
+    console, until, is_whole = Console(width=150), time.monotonic() + 60 * options.minutes, True
+    for number in itertools.count():
+        engine = options.only[number % len(options.only)]
+        if number >= len(options.only) and time.monotonic() >= until:
+            break
+        found = live(engine, options.steps, options.seed + number, console)
+        STATE.parent.mkdir(exist_ok=True)
+        with STATE.open("a", encoding="utf-8") as file:
+            life = {"commit": commit(), "engine": engine, "seed": options.seed + number, **asdict(found)}
+            file.write(json.dumps(life) + "\n")
         for line in found.broken[:10]:
             console.print(line)
+        is_whole &= not found.broken
     if options.save:
-        text = json.dumps({**circumstances(PACKAGES), "seed": options.seed, "engines": told}, indent=2)
-        RESULTS.write_text(text, encoding="utf-8")
-    return int(any(one["broken"] for one in told.values()))
+        RESULTS.write_text(json.dumps({**circumstances(PACKAGES), **summed()}, indent=2), encoding="utf-8")
+    return int(not is_whole)
 
 
 if __name__ == "__main__":
