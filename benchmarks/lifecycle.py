@@ -32,7 +32,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -448,7 +448,7 @@ def main() -> int:
         found = live(engine, options.steps, options.seed + number, console)
         STATE.parent.mkdir(exist_ok=True)
         with STATE.open("a", encoding="utf-8") as file:
-            life = {"commit": commit(), "engine": engine, "seed": options.seed + number, **asdict(found)}
+            life = {"commit": commit(), "engine": engine, "seed": options.seed + number, **vars(found)}
             file.write(json.dumps(life) + "\n")
         for line in found.broken[:10]:
             console.print(line)

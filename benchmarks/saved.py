@@ -66,6 +66,8 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "ia3": {"type": "ia3"},
     "oft": {"type": "oft", "oft_block_size": 4},
     "vera": {"type": "vera", "rank": 4},
+    "adalora": {"type": "adalora", "init_r": 4, "target_r": 2},
+    "prompt": {"type": "prompt_tuning", "num_virtual_tokens": 4},
 }
 
 
@@ -193,7 +195,8 @@ def loss_of_saved(folder: str, rows: Sequence[tuple[list[int], list[int]]], cell
     total, count = 0.0, 0
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=products == torch.bfloat16):
         for ids, labels in rows:
-            logits = model(input_ids=torch.tensor([ids])).logits[0, :-1].float()
+            # Those of virtual tokens come first.
+            logits = model(input_ids=torch.tensor([ids])).logits[0, -len(ids) : -1].float()
             targets = torch.tensor(labels[1:])
             total += float(torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum"))
             count += int((targets != -100).sum())

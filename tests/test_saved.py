@@ -8,10 +8,13 @@ from tests.processes import in_processes
 
 SEEDS = [
     ("single", "lora", True, "float32"),
-    ("fsdp2", "vera", False, "float32"),
+    ("fsdp2", "vera", False, "bfloat16"),
+    ("zero1", "vera", True, "bfloat16"),
     ("fsdp2", "lora, embedding", True, "bfloat16"),
     ("zero3", "full", True, "float32"),
     ("ddp", "dora", False, "bfloat16"),
+    ("ddp", "adalora", True, "float32"),
+    ("zero1", "prompt", False, "bfloat16"),
     ("zero2", "qlora", True, "float32"),
 ]
 

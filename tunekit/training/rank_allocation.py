@@ -94,7 +94,8 @@ class RankAllocation(TrainerCallback):  # type: ignore[misc]
         load(folder)
         if folder is None:
             return
-        states = load_file(Path(folder) / STATES, device=str(self._trainer.args.device))
+        device = self._trainer.args.device
+        states = {name: value.to(device) for name, value in load_file(Path(folder) / STATES).items()}
         for kind in ("exp_avg_ipt", "exp_avg_unc"):
             setattr(self._allocator, kind, _below(states, f"{kind}."))
         self._allocator.ipt = {name: torch.zeros_like(value) for name, value in self._allocator.exp_avg_ipt.items()}

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from peft.tuners.vera.layer import VeraLayer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -133,9 +134,23 @@ def before_wrapping(trainer: "RunTrainer", plan: Plan) -> None:
         trainer.wrap("load_weights", partial(fsdp2.load_with_buffers, trainer))
         fsdp2.untie_head(trainer)
         fsdp2.hide_shared_head(trainer)
+    if plan.autocast and plan.layout.strategy not in ("single", "ddp"):
+        autocast_projections(trainer.model, plan)
     # A group of one process is wrapped by DDP too.
     if plan.layout.strategy in ("single", "ddp") and isinstance(plan.recipe.adapter, QloraAdapter):
         leave_stacks_alone(trainer)
+
+
+def autocast_projections(model: "Module", plan: Plan) -> None:
+    """Have VeRA's layers compute under autocast where the engine has none and casts parameters instead.
+
+    Their frozen projections are float32 buffers, which neither FSDP2 nor DeepSpeed casts, and PEFT multiplies them by
+    inputs in the type of the trained vectors (peft 0.21, `vera.layer.Linear.forward`).
+    """
+    autocast = torch.autocast(plan.device.kind, getattr(torch, plan.dtype))
+    for module in model.modules():
+        if isinstance(module, VeraLayer):
+            vars(module)["forward"] = autocast(module.forward)
 
 
 def leave_stacks_alone(trainer: Trainer) -> None:
