@@ -21,6 +21,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -238,6 +239,7 @@ def _quantization(cell: Cell) -> dict[str, Any]:
     return {"quantization_config": config}
 
 
+@cache
 def source() -> str:
     """Return the last commit that changed what a result depends on."""
     git = ["git", "-C", str(ROOT), "log", "-1", "--format=%h", "--", "tunekit", "tests/training/engines.py", __file__]
