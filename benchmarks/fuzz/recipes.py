@@ -80,8 +80,6 @@ def drawn(seed: int) -> Case:
     method = _method(draw)
     model = _model(draw, method["type"])
     num_processes = 2 if draw.hit(0.08) else 1
-    if method.get("loss_type") == "kto" and method["type"] == "kto":
-        num_processes = 1  # Its definition depends on the processes.
     adapter = _adapter(draw, method["type"], model, num_processes)
     data, format = _data(draw, method["type"], model)
     train = _train(draw, method, adapter, data, model, num_processes)
@@ -272,11 +270,12 @@ def _train(
     num_processes: int,
 ) -> dict[str, Any]:
     micro = draw.choice([1, 2, 2, 3, 4])
+    batch = micro * draw.choice([1, 1, 2, 3]) * num_processes
     if method.get("loss_type") == "kto" and method["type"] == "kto":
-        micro = max(2, micro)
+        batch = max(2, batch)  # It compares the rows of a step.
     train: dict[str, Any] = {
         "micro_batch_size": micro,
-        "global_batch_size": micro * draw.choice([1, 1, 2, 3]) * num_processes,
+        "global_batch_size": batch,
         "seed": draw.randint(0, 10**6),
     }
     others = [(name, 0.7) for name in OPTIMS if name not in ("adamw_torch", "sgd")]

@@ -110,9 +110,6 @@ class Reference:
         self.tokenizer = AutoTokenizer.from_pretrained(given.model)
         self.rows = self.encode([row for rows in given.train_rows for row in rows])
         self.eval_rows = self.encode(given.eval_rows) if given.eval_rows else []
-        size = self.train["micro_batch_size"]
-        chunks = [self.eval_rows[at : at + size] for at in range(0, len(self.eval_rows), size)]
-        self.partners = {id(row): chunk[i - 1] for chunk in chunks for i, row in enumerate(chunk)}
         self.model = adapted(given)
         generator = torch.Generator().manual_seed(seed)
         for parameter in self.model.parameters() if noise else ():
@@ -136,7 +133,7 @@ class Reference:
 
     @property
     def in_fixed_order(self) -> bool:
-        """True for a loss that couples the rows of a micro-batch, so that each epoch has the same order."""
+        """True for a loss that couples the rows of a step, so that each epoch has the same order."""
         return self.kind == "kto" and self.method.get("loss_type", "kto") == "kto"
 
     @property
@@ -193,11 +190,12 @@ class Reference:
         if self.kind == "sft":
             count = sum(label != -100 for row in batch for label in row.labels)
             return sum((_nats(model, row) for row in batch), torch.zeros(())) / count
-        chunks = [batch[at : at + micro] for at in range(0, len(batch), micro)]
+        size = len(batch) if self.in_fixed_order else micro
+        chunks = [batch[at : at + size] for at in range(0, len(batch), size)]
         return torch.stack([self.pair_loss(model, chunk) for chunk in chunks]).mean()
 
     def pair_loss(self, model: Any, batch: list[Pair]) -> torch.Tensor:
-        """Loss of a micro-batch of pairs or of answers."""
+        """Loss of a micro-batch of pairs or of answers, or of a step whose rows are coupled."""
         losses: dict[str, Callable[[Any, list[Pair]], torch.Tensor]] = {
             "dpo": self._dpo, "kto": self._kto, "orpo": self._orpo, "cpo": self._cpo, "reward": self._reward,
         }  # fmt: skip
@@ -225,10 +223,10 @@ class Reference:
     def _kto(self, model: Any, batch: list[Pair]) -> torch.Tensor:
         beta, divergence = self.method.get("beta", 0.1), torch.zeros(())
         if self.in_fixed_order:
-            # Each prompt with the answer of the row before it, in its micro-batch: to evaluate, in one of training.
+            # Each prompt with the answer of the row before it, of its step or of all rows that are evaluated.
             ratios = []
             for i, pair in enumerate(batch):
-                other = self.partners.get(id(pair), batch[i - 1])
+                other = batch[i - 1]
                 answer = other.full[other.num_prompt[0] :]
                 ids = (*pair.full[: pair.num_prompt[0]], *answer)[: self.data["max_length"]]
                 with torch.no_grad():

@@ -77,7 +77,12 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
     "DPO": ("dpo", "pairs", {"max_length": 64}, []),
     "DPO of texts": ("dpo", "text pairs", {"max_length": 64}, []),
     "DPO of whole chats": ("dpo", "whole pairs", {"max_length": 64}, []),
-    "KTO": ("kto", "labels", {"max_length": 64}, ["train.micro_batch_size=3"]),
+    "KTO": (
+        "kto",
+        "labels",
+        {"max_length": 64, "per_device_train_batch_size": 6, "gradient_accumulation_steps": 1},
+        [],
+    ),
     "reward": ("reward", "whole pairs", {"max_length": 64}, []),
     "GRPO": (
         "grpo",

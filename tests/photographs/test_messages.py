@@ -62,7 +62,6 @@ COMMANDS = {
         check dpo.yaml method.trainer_args.beta=1
         check dpo.yaml method.trainer_args.lable_smoothing=0.1
         check dpo.yaml data.streaming=true train.max_steps=5
-        check kto.yaml train.micro_batch_size=1
         check kto.yaml train.global_batch_size=1
         check orpo.yaml method.trainer_args.generate_during_eval=true
         check cpo.yaml method.simpo_gamma=1.0
@@ -107,7 +106,6 @@ COMMANDS = {
         plan sft.yaml --on 2xh100 adapter.loraplus_lr_ratio=16 parallel.strategy=zero3
         plan sft.yaml --on h100 train.early_stopping_patience=2
         plan sft.yaml --on h100 train.early_stopping_patience=2 data.eval_size=0.5
-        plan kto.yaml --on 8xh100 parallel.num_processes=8 parallel.strategy=ddp train.global_batch_size=8
         plan dpo.yaml --on 2xh100 parallel.strategy=fsdp2 method.precompute_ref_log_probs=true
         plan sft.yaml --on t4 train.fp8=true
         plan dpo.yaml --on 2xh100 parallel.strategy=zero3 parallel.sp_size=2

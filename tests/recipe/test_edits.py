@@ -89,13 +89,6 @@ def test_deepspeed_keeps_the_norm_of_gradients_and_others_do_not():
     assert effects(before, now, "zero3") == {"train.max_grad_norm": "takes effect"}
 
 
-def test_kto_holds_answers_against_their_micro_batch():
-    for loss, effect in (("kto", "refused"), ("apo_zero_unpaired", "takes effect")):
-        method = {"type": "kto", "loss_type": loss}
-        before, now = recipe(method=method), recipe("train.micro_batch_size=2", method=method)
-        assert effects(before, now) == {"train.micro_batch_size": effect}
-
-
 def test_a_stream_may_have_more_bad_rows_and_prepared_rows_are_what_they_are():
     for streaming, effect in ((True, "takes effect"), (False, "refused")):
         data, train = {"train": "example:chats.jsonl", "streaming": streaming}, {"max_steps": 4}

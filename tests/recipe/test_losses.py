@@ -21,7 +21,6 @@ SOURCE: dict[str, Any] = {"model": "pico", "data": {"train": "x.jsonl"}}
         ),
         ({"type": "dpo", "label_smoothing": 0.1}, [], "method.label_smoothing: has no effect with sigmoid; unset it"),
         ({"type": "dpo", "loss_type": "exo_pair"}, [], "method.label_smoothing: must be greater than 0 with loss exo"),
-        ({"type": "kto"}, ["train.micro_batch_size=1"], "train.micro_batch_size: must be at least 2 with method kto"),
         ({"type": "kto"}, ["train.global_batch_size=1"], "train.global_batch_size: must be at least 2 with method kto"),
         (
             {"type": "kto", "desirable_weight": 0.0, "undesirable_weight": 0.0},

@@ -100,8 +100,8 @@ REPLAY = {**GRPO, "rewards": ["tests.training.answers:reward_of_some"], "replay_
 RLOO = {**GRPO, "type": "rloo"}
 GMPO = {**GRPO, "type": "gmpo"}
 ONLINE_DPO = {**GRPO, "type": "online_dpo"}
-KTO = {"type": "kto", "loss_type": "apo_zero_unpaired"}
-"""Its other loss estimates a divergence from the rows that are computed at the same time, over all processes."""
+KTO = {"type": "kto"}
+UNPAIRED_APO = {"type": "kto", "loss_type": "apo_zero_unpaired"}
 GKD = {
     "type": "gkd",
     "teacher": "teacher",
@@ -131,7 +131,9 @@ SUBJECTS = (
     Subject("GMPO LoRA", GMPO, "lora", False, "llama", FEW),
     Subject("online DPO LoRA", ONLINE_DPO, "lora", False, "llama", FEW),
     Subject("online DPO full", ONLINE_DPO, "full", False, "llama", (*FEW, "ZeRO-3 x2")),
-    Subject("KTO LoRA", KTO, "lora", False, "qwen3", FEW),
+    Subject("KTO LoRA", KTO, "lora", False, "qwen3", (*FEW, "ZeRO-3 x2")),
+    Subject("KTO full", KTO, "full", False, "llama", (*FEW, "DDP x4", "ZeRO-3 x2")),
+    Subject("KTO LoRA, apo", UNPAIRED_APO, "lora", False, "qwen3", FEW),
     Subject("reward full", {"type": "reward"}, "full", False, "llama", FEW),
     Subject("PRM full", {"type": "prm"}, "full", False, "llama", (*FEW, "ZeRO-3 x2")),
     Subject("PRM LoRA", {"type": "prm"}, "lora", False, "qwen3", FEW),

@@ -272,13 +272,9 @@ def test_a_run_of_one_process_that_may_go_back_is_watched_by_another(folder, mon
     assert len(of_kind(run, "restart")) == 1
 
 
-def test_what_cannot_be_halved_is_refused(folder, tmp_path):
+def test_what_cannot_be_halved_is_refused(folder):
     with pytest.raises(RecipeError, match="a micro-batch of 1 cannot be halved"):
         load_recipe(recipe_for(folder, "none", retry_out_of_memory=True, micro_batch_size=1))
-    (tmp_path / "rated.jsonl").write_text('{"prompt": "a", "completion": "b", "label": true}\n' * 8)
-    rated = recipe_for(folder, "none", data={"train": str(tmp_path / "rated.jsonl")}, retry_out_of_memory=True)
-    with pytest.raises(PlanError, match="depends on which rows share a micro-batch"):
-        verbs.plan({**rated, "method": "kto"})
 
 
 @pytest.mark.parametrize("asked", [{"non_finite": "rollback"}, {"retry_out_of_memory": True}])

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import tunekit
 from tests.tiny import make_tokenizer, save_tiny_model
 from tunekit.api import verbs
-from tunekit.errors import DataError, PlanError, RecipeError
+from tunekit.errors import DataError, RecipeError
 from tunekit.runs.run import Run
 from tunekit.training.callbacks import Watch
 
@@ -325,8 +325,62 @@ def test_an_interrupted_run_goes_on_with_the_losses_of_one_that_was_not(here, tr
 
 
 @pytest.mark.slow
-def test_kto_keeps_rows_that_share_a_micro_batch_together_in_every_epoch(here, monkeypatch):
-    """Each prompt's other answer is that of the row before it in its own micro-batch, the last one's too."""
+def test_the_losses_of_kto_do_not_depend_on_the_micro_batch_and_are_those_of_trl_for_a_whole_step(here):
+    """By steps and by evaluations, with a reference that is computed beforehand too."""
+    from datasets import load_dataset
+    from trl import KTOConfig, KTOTrainer
+
+    def of(size, **method):
+        train = {"micro_batch_size": size, "lr_scheduler_type": "constant", "weight_decay": 0.0, "optim": "sgd"}
+        data = {"shuffle": False}
+        sections = {"data": data, "train": {**train, "learning_rate": 0.5, "max_grad_norm": 1e9}}
+        run = tunekit.train(recipe({"type": "kto", "beta": 0.5, **method}, "full", **sections))
+        assert run.plan.micro_batch_size == size
+        return run
+
+    rows = load_dataset("json", data_files={"train": "rated.jsonl", "held": "held-rated.jsonl"})
+    trainer = KTOTrainer(
+        str(here / "model"),
+        args=KTOConfig(
+            str(here / "by trl"),
+            per_device_train_batch_size=NUM_ROWS,
+            per_device_eval_batch_size=4,
+            train_sampling_strategy="sequential",
+            max_steps=STEPS,
+            optim="sgd",
+            learning_rate=0.5,
+            lr_scheduler_type="constant",
+            max_grad_norm=1e9,
+            max_length=64,
+            beta=0.5,
+            bf16=False,
+            use_cpu=True,
+            logging_steps=1,
+            eval_strategy="steps",
+            eval_steps=STEPS,
+            report_to="none",
+            gradient_checkpointing=False,
+            disable_tqdm=True,
+            model_init_kwargs={"dtype": "float32"},
+        ),
+        train_dataset=rows["train"],
+        eval_dataset=rows["held"],
+        processing_class=make_tokenizer(),
+    )
+    trainer.train()
+    history = trainer.state.log_history
+    theirs = {name: [entry[name] for entry in history if name in entry] for name in ("loss", "kl", "eval_loss")}
+    assert max(theirs["kl"]) > 0.1
+    for run in (of(8), of(2), of(1), of(2, precompute_ref_log_probs=True)):
+        for name in ("loss", "kl"):
+            ours = [event[name] for event in logged(run)]
+            assert ours == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
+        assert logged(run, "eval")[-1]["eval_loss"] == pytest.approx(theirs["eval_loss"][-1], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_kto_keeps_rows_that_share_a_step_together_in_every_epoch(here, monkeypatch):
+    """Each prompt's other answer is that of the row before it in its own step, the last one's too."""
     from trl import KTOTrainer
 
     seen = []
@@ -346,7 +400,8 @@ def test_kto_keeps_rows_that_share_a_micro_batch_together_in_every_epoch(here, m
     write(here / "five.jsonl", rows)
     train = {"max_steps": 4, "global_batch_size": 4, "micro_batch_size": 2}
     tunekit.train(recipe({"type": "kto"}, data={"train": "five.jsonl", "eval": None}, train=train))
-    for own, other in seen:
+    for first, second in zip(seen[::2], seen[1::2], strict=True):
+        own, other = (first[of] + second[of] for of in (0, 1))
         assert other == [own[-1], *own[:-1]]
     # Two steps are an epoch: five rows, and the first three of its order again.
     assert len(seen) == 8 and seen[:4] == seen[4:]
@@ -416,16 +471,11 @@ def test_a_plan_says_what_these_methods_do(here):
     assert orpo["head"].choice.startswith("full logits")
 
 
-def test_kto_needs_a_neighbour_on_every_device(here):
-    with pytest.raises(RecipeError, match=r"train\.micro_batch_size: must be at least 2 with method kto"):
-        tunekit.train(recipe({"type": "kto"}, train={"micro_batch_size": 1}))
-    plan = verbs.plan(recipe({"type": "kto"}, train={"global_batch_size": 8}), on="8xh100")
-    assert (plan.layout.num_processes, plan.micro_batch_size) == (4, 2)
-    free = verbs.plan(recipe(METHODS["kto apo"], train={"global_batch_size": 8}), on="8xh100")
-    assert free.layout.num_processes == 8
-    spread = {"num_processes": 8, "strategy": "ddp"}
-    with pytest.raises(PlanError):
-        verbs.plan(recipe({"type": "kto"}, parallel=spread), on="8xh100")
+def test_kto_needs_another_row_in_its_step(here):
+    with pytest.raises(RecipeError, match=r"train\.global_batch_size: must be at least 2 with method kto"):
+        tunekit.train(recipe({"type": "kto"}, train={"global_batch_size": 1}))
+    plan = verbs.plan(recipe({"type": "kto"}), on="8xh100")
+    assert (plan.layout.num_processes, plan.micro_batch_size) == (8, 1)
 
 
 @pytest.mark.slow

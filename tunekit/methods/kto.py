@@ -1,12 +1,11 @@
 """Kahneman-Tversky optimization through TRL's KTOTrainer, which tokenises the answers that tunekit has read.
 
-Its loss `kto` holds each answer against how far the model has gone from its reference on answers to other prompts. TRL
-takes these from the same micro-batch: each prompt gets the answer before it, and keeps its own pictures. So which rows
-share a micro-batch is fixed before training, and every epoch has the same order.
+Its loss `kto` holds each answer against how far the model has gone from its reference on answers to other prompts.
+These are taken from the same optimizer step: each prompt gets the answer before it, and keeps its own pictures. So
+which rows share a step is fixed before training, and every epoch has the same order.
 """
 
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tunekit.data.media.answers import PictureAnswers
@@ -39,13 +38,15 @@ def build(method: KTOMethod, parts: Parts) -> RunTrainer:
     eval_dataset = None if parts.eval_dataset is None else _with_labels(parts.eval_dataset)
     collation: dict[str, Any] = {}
     if parts.processor is not None:
-        num_together = parts.plan.micro_batch_size if is_ordered else None
-        tokens = partial(PictureAnswers(parts.processor).rated, num_together=num_together)
-        train_dataset, eval_dataset = tokens(train_dataset), None if eval_dataset is None else tokens(eval_dataset)
+        rated = PictureAnswers(parts.processor).rated
+        train_dataset = rated(train_dataset, num_together=parts.train.global_batch_size if is_ordered else None)
+        if eval_dataset is not None:
+            eval_dataset = rated(eval_dataset, num_together=len(eval_dataset) if is_ordered else None)
         collation = {"data_collator": RatedPictureCollator(parts.processor, max_length=parts.data.max_length)}
     trainer = replace(parts, train_dataset=train_dataset, eval_dataset=eval_dataset).trainer(
         RememberingKTOTrainer,
         **collation,
+        global_batch_size=parts.train.global_batch_size,
         ref_model=parts.reference(),
         args=KTOConfig(
             **parts.arguments(mean_over_rows=True),

@@ -16,7 +16,9 @@ computed.
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,9 +28,14 @@ import torch
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset, concatenate_datasets
 from peft import PeftModel
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers.trainer_utils import EvalLoopOutput
 from trl import DPOTrainer, KTOTrainer
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
+from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import use_adapter
 
 from tunekit.data import prepare
 from tunekit.data.media.collate import MEDIA, MediaCollator
@@ -107,7 +114,103 @@ class RememberingDPOTrainer(_Remembering, DPOTrainer):  # type: ignore[misc]
 
 
 class RememberingKTOTrainer(_Remembering, KTOTrainer):  # type: ignore[misc]
-    """KTOTrainer whose reference is asked once, and that takes tokens where rows have them."""
+    """KTOTrainer whose reference is asked once, and whose loss is the same in any layout.
+
+    TRL estimates the KL divergence of its loss `kto` from the mismatched answers of a micro-batch. Here it is one of
+    all rows of an optimizer step, and of all held-out rows in an evaluation, so that it does not depend on the size of
+    a micro-batch or on the number of processes. In one process without gradient accumulation that is TRL's estimate.
+    """
+
+    _batches: Iterable[dict[str, Any]] = ()
+    """Micro-batches of the step or the evaluation."""
+    _kl: Tensor | None = None
+    """Their divergence, once it is known."""
+    _kl_terms: Iterator[Tensor] | None = None
+    """What TRL computes the divergence from; None where it is one of a batch alone."""
+    _is_coupled = False
+    """True within a step or an evaluation."""
+
+    def __init__(self, *, args: Any, global_batch_size: int, **kwargs: Any) -> None:
+        self._global_batch_size, self._micro_batch_size = global_batch_size, args.per_device_train_batch_size
+        # TRL refuses a micro-batch of one row, as its divergence would be none. `_prepare_dataset` follows that check.
+        args.per_device_train_batch_size = max(2, self._micro_batch_size)
+        super().__init__(args=args, **kwargs)
+
+    def _prepare_dataset(self, dataset: Dataset, processor: Any, args: Any, name: str) -> Dataset:
+        """Rows as tokens, each with the answer before it in its optimizer step, or among all held-out rows."""
+        args.per_device_train_batch_size = self._micro_batch_size
+        together = copy(args)
+        # The rows that TRL takes the mismatched answers from.
+        together.per_device_train_batch_size = self._global_batch_size if name == "train" else len(dataset)
+        return super()._prepare_dataset(dataset, processor, together, name)
+
+    def get_batch_samples(self, *args: Any) -> Any:
+        """Take the micro-batches of a step, whose divergence is not known yet."""
+        samples = super().get_batch_samples(*args)
+        self._batches, self._kl = samples[0], None
+        return samples
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute the loss and the gradients of a micro-batch."""
+        with self._coupled():
+            loss: Tensor = super().training_step(*args, **kwargs)
+            return loss
+
+    def evaluation_loop(self, dataloader: DataLoader[Any], *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """Evaluate held-out rows, whose divergence is not known yet."""
+        self._batches, self._kl = self.get_eval_dataloader(dataloader.dataset), None
+        with self._coupled():
+            return super().evaluation_loop(dataloader, *args, **kwargs)
+
+    @contextmanager
+    def _coupled(self) -> Iterator[None]:
+        self._is_coupled = self.calculate_KL
+        try:
+            yield
+        finally:
+            self._is_coupled = False
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
+        if not self._is_coupled:
+            return super()._compute_loss(model, inputs, return_outputs)
+        if self._kl is None:
+            self._kl = self._mean_divergence(model)
+        # TRL subtracts what it gets for the reference from what it gets for the model.
+        zero = torch.zeros_like(self._kl)
+        self._kl_terms = iter((self._kl, zero))
+        if self.precompute_ref_logps:
+            inputs = {**inputs, "ref_KL_logps": zero}
+        try:
+            return super()._compute_loss(model, inputs, return_outputs)
+        finally:
+            self._kl_terms = None
+
+    def _compute_kl_logps(self, model: Any, batch: dict[str, Any]) -> Any:
+        return super()._compute_kl_logps(model, batch) if self._kl_terms is None else next(self._kl_terms)
+
+    def _mean_divergence(self, model: Any) -> Tensor:
+        """Mean log ratio of model to reference over mismatched answers of all processes, `()`."""
+        ratios = []
+        # A data loader draws a number where it begins: an evaluation must not change what training draws.
+        with torch.random.fork_rng(devices=[]):
+            for batch in self._batches:
+                batch = self._prepare_inputs(batch)
+                ratio = super()._compute_kl_logps(model, batch) - self._ref_kl_logps(batch)
+                ratios.append(self.accelerator.gather_for_metrics(ratio))
+        self._batches = ()
+        return torch.cat(ratios).float().mean()
+
+    def _ref_kl_logps(self, batch: dict[str, Any]) -> Any:
+        """Log-probabilities of mismatched answers by the reference, `(batch,)`, as TRL computes them in its loss."""
+        if self.precompute_ref_logps:
+            return batch["ref_KL_logps"]
+        compute = super()._compute_kl_logps
+        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+            if self.ref_model is not None:
+                return compute(self.ref_model, batch)
+            unwrapped = self.accelerator.unwrap_model(self.model)
+            with use_adapter(unwrapped, adapter_name="ref" if "ref" in unwrapped.peft_config else None):
+                return compute(self.model, batch)
 
     def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> Any:
         """Log-probabilities by the reference, which is given the pictures too: TRL gives it tokens and their mask."""

@@ -112,10 +112,9 @@ def finish(draft: Draft) -> None:
         _differences_of_sft(draft)
     if method == "kto" and draft.get("train_sampling_strategy") is None:
         draft.assume({"data.shuffle": False})
-        size = draft.get("per_device_train_batch_size", 8)
-        what = "the unrelated completions of the KL term are of the same micro-batch, which the plan makes as large as "
-        what += f"fits (train.micro_batch_size: {size} does the same)"
-        draft.differ("per_device_train_batch_size", size, what, remedy="train.micro_batch_size")
+        what = "estimates the KL term from unrelated completions of each micro-batch, tunekit from those of a whole "
+        what += "optimizer step, in any layout"
+        draft.differ("per_device_train_batch_size", draft.get("per_device_train_batch_size", 8), what)
     hf.suspect_beta(draft)
     for key in ("load_in_4bit", "load_in_8bit"):
         if draft.get(key) and not draft.get("use_peft"):

@@ -97,8 +97,6 @@ def ruling(edit: Edit, recipe: Recipe, strategy: Strategy) -> Ruling:
     name = edit.name
     if name == "train.max_grad_norm" and strategy in ("zero1", "zero2"):
         return Ruling("saved state", "DeepSpeed stores it in the checkpoint")
-    if name == "train.micro_batch_size" and recipe.method.couples_rows:
-        return Ruling("refused", f"the loss of {recipe.method.type} depends on the other rows of a micro-batch")
     if name == "data.max_bad_rows" and recipe.data.streaming:
         return _TAKES_EFFECT
     if name == "train.learning_rate" and edit.now in (None, edit.before):

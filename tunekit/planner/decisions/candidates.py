@@ -347,7 +347,7 @@ def _sizes(setting: Setting, batch: int) -> list[int]:
     requested = setting.recipe.train.micro_batch_size
     if requested is not None:
         return [requested]
-    return [size for size in divisors(batch) if size >= setting.passes.least_rows]
+    return divisors(batch)
 
 
 def _variants(layout: Layout, *, accumulates: bool) -> list[Layout]:
@@ -418,13 +418,12 @@ def spread(setting: Setting, per_sequence: int = 1) -> Spread | None:
     hardware, train = setting.hardware, setting.recipe.train
     batch = train.global_batch_size // (train.micro_batch_size or 1)
     per_node, requested = len(hardware.accelerators), setting.recipe.parallel.num_processes
-    least = 1 if train.micro_batch_size else setting.passes.least_rows
     nodes = ((num_nodes, per_node) for num_nodes in range(hardware.num_nodes, 1, -1))
     for num_nodes, used in (*nodes, *((1, used) for used in range(per_node, 0, -1))):
         if requested not in (None, num_nodes * used):
             continue
         sequences, remainder = divmod(num_nodes * used, per_sequence)
-        if sequences and not remainder and batch % sequences == 0 and batch // sequences >= least:
+        if sequences and not remainder and batch % sequences == 0:
             return Spread(num_nodes, used)
     return None
 

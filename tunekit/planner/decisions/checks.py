@@ -370,11 +370,6 @@ def check_retry(recipe: Recipe, micro_batch_size: int) -> None:
     """
     if not recipe.train.retry_out_of_memory:
         return
-    if recipe.method.couples_rows:
-        raise PlanError(
-            f"train.retry_out_of_memory: the loss of {recipe.method.type} depends on which rows share a micro-batch",
-            hint="unset it, or set a lower train.micro_batch_size",
-        )
     if micro_batch_size == 1:
         raise PlanError(
             "train.retry_out_of_memory: the micro-batch that fits is 1, which cannot be halved", hint="unset it"

@@ -35,7 +35,7 @@ class KTOMethod(ReferenceMethod):
     """Kahneman-Tversky optimization, on single answers labelled desirable or undesirable (arXiv 2402.01306)."""
 
     loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
-    """Loss by its TRL name. `kto` compares the answers of a micro-batch, which must have at least two rows."""
+    """Loss by its TRL name. `kto` compares the answers of an optimizer step, which must have at least two rows."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
     """KL coefficient: the higher, the closer the model stays to the reference."""
@@ -55,7 +55,7 @@ class KTOMethod(ReferenceMethod):
 
     @property
     def couples_rows(self) -> bool:
-        """True if the loss of a row depends on which others share its micro-batch."""
+        """True if the loss of a row depends on which others share its step."""
         return self.loss_type == "kto"
 
     def passes(self, inputs: PassInputs) -> MethodPasses:
@@ -68,7 +68,6 @@ class KTOMethod(ReferenceMethod):
             num_forwards=float(estimates + (1 + estimates) * refers),
             num_forwards_before=(1 + estimates) * (not refers),
             estimates=estimates,
-            least_rows=2 if estimates else 1,
         )
 
     def summary(self, reference: str) -> tuple[str, str]:
@@ -76,8 +75,8 @@ class KTOMethod(ReferenceMethod):
         words = [reference]
         if self.couples_rows:
             words = [
-                "the KL divergence is estimated from mismatched prompts and completions of a micro-batch, over all "
-                "devices, so it depends on the micro-batch size",
+                "the KL divergence is estimated from mismatched prompts and completions of the whole optimizer step, "
+                "so it does not depend on the micro-batch size",
                 "rows are shuffled once before training; every epoch has the same order",
                 reference,
             ]
@@ -106,8 +105,7 @@ class KTOMethod(ReferenceMethod):
         if self.desirable_weight == self.undesirable_weight == 0:
             what = "is 0 like undesirable_weight, so the loss is always 0"
             yield Conflict(("method", "desirable_weight"), what, "set one of them above 0")
-        for name in ("global_batch_size", "micro_batch_size"):
-            if self.couples_rows and dict(others.train)[name] == 1:
-                what = "must be at least 2 with method kto, which compares the answers of a micro-batch"
-                hint = "raise it, or use method.loss_type=apo_zero_unpaired, which does not compare them"
-                yield Conflict(("train", name), what, hint)
+        if self.couples_rows and others.train.global_batch_size == 1:
+            what = "must be at least 2 with method kto, which compares the answers of an optimizer step"
+            hint = "raise it, or use method.loss_type=apo_zero_unpaired, which does not compare them"
+            yield Conflict(("train", "global_batch_size"), what, hint)

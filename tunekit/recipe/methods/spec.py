@@ -84,8 +84,6 @@ class MethodPasses:
     """Kind of head that scores tokens."""
     estimates: bool = False
     """True if each sequence passes the model and its reference once more, with another's answer."""
-    least_rows: int = 1
-    """Rows of a micro-batch that there are at least."""
     media: tuple[MediaKind, ...] = ()
     """Kinds of media of rows."""
     num_virtual_tokens: int = 0
@@ -241,7 +239,7 @@ class MethodSection(Section):
 
     @property
     def couples_rows(self) -> bool:
-        """True if the loss of a row depends on which others share its micro-batch, beyond a mean over them."""
+        """True if the loss of a row depends on which others share its step, beyond a mean over them."""
         return False
 
     def passes(self, inputs: PassInputs) -> MethodPasses:
