@@ -15,6 +15,7 @@ import os
 import re
 import shlex
 import shutil
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -293,6 +294,12 @@ def fault_of(folder: Path, *, contents: bool) -> str | None:
         contents: Whether every file is read and compared, which takes as long as reading it, and not its size alone. Of
             READ it always is.
     """
+    manifest = _examined(folder, contents=contents)
+    return manifest if isinstance(manifest, str) else None
+
+
+def _examined(folder: Path, *, contents: bool) -> Manifest | str:
+    """Return the manifest of a checkpoint, or its fault."""
     if folder.is_symlink():
         return "is a link to another folder"
     try:
@@ -308,18 +315,21 @@ def fault_of(folder: Path, *, contents: bool) -> str | None:
     if checkpoint_of(folder.parent.parent, manifest.step).name != folder.name:
         return f"{MANIFEST} is for step {manifest.step}"
     fault = next(chain(_faults_of_files(folder, manifest), _missing_state(manifest)), None)
-    return fault or _fault_of_contents(folder, manifest, [name for name in manifest.files if contents or name in READ])
+    names = [name for name in manifest.files if contents or name in READ]
+    return fault or _fault_of_contents(folder, manifest, names) or manifest
 
 
 def _newest(run_folder: Path, *, contents: bool) -> Newest:
     skipped: list[str] = []
     for step, folder in _found(run_folder):
-        fault = fault_of(folder, contents=contents)
-        if fault is None:
-            manifest = manifest_of(folder)
+        manifest = _examined(folder, contents=contents)
+        if isinstance(manifest, Manifest):
             return Newest(step, folder, tuple(skipped), manifest.best, manifest.patience)
+        if not os.path.lexists(folder):
+            # A run that is being trained has deleted it, as there is a newer one by now.
+            return _newest(run_folder, contents=contents)
         note = f"; renamed to {_set_aside(folder).name}" if contents else ""
-        skipped.append(f"{folder.name}: {fault}{note}")
+        skipped.append(f"{folder.name}: {manifest}{note}")
     return Newest(skipped=tuple(skipped))
 
 
@@ -343,11 +353,20 @@ def _faults_of_files(folder: Path, manifest: Manifest) -> Iterator[str]:
     for name, written in manifest.files.items():
         if not is_inside(folder, name):
             yield f"{MANIFEST} lists {name!r}, which is outside its folder"
-        file = folder / name
-        if not file.is_file():
+        size = _size_of(folder / name)
+        if size is None:
             yield f"{name} is missing"
-        elif file.stat().st_size != written.size:
-            yield f"{name} has {file.stat().st_size:,} bytes instead of {written.size:,}"
+        elif size != written.size:
+            yield f"{name} has {size:,} bytes instead of {written.size:,}"
+
+
+def _size_of(file: Path) -> int | None:
+    """Return the size of a file, in bytes; None if there is none, which may have been deleted a moment ago."""
+    try:
+        status = file.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 def is_inside(folder: Path, name: str) -> bool:

@@ -1,5 +1,6 @@
 """List of a run's checkpoints, and lookup of one by its name or for its weights alone."""
 
+import os
 import re
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -131,9 +132,14 @@ def checkpoints(run: Run, history: EventReader | None = None) -> list[Checkpoint
     listed = []
     for name, path in folders.items():
         step = steps_of(path)
-        size_bytes = sum((path / file).lstat().st_size for file in complete.files_in(path))
+        try:
+            size_bytes = sum((path / file).lstat().st_size for file in complete.files_in(path))
+        except FileNotFoundError:
+            continue  # A run that is being trained has deleted it a moment ago.
         is_best = best is not None and name == f"checkpoint-{best.step}"
         fault = "set aside as damaged" if path.suffix else complete.fault_of(path, contents=False)
+        if fault is not None and not os.path.lexists(path):
+            continue
         listed.append(Checkpoint(name, path, step, size_bytes, *history.losses_at(step), is_best, fault))
     return listed
 
