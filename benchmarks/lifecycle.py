@@ -16,7 +16,7 @@ hold that
 
 A seed gives the same choices again, not the same moments. The runs lie on a small disk, which only root can mount.
 Lives are kept as they end (`build/lifecycle.jsonl`), so that many hours of them can be lived in parts and at once;
-`--save` adds them up.
+`--save` adds them to those of the result file, and sums them up by engine.
 """
 
 import argparse
@@ -416,17 +416,20 @@ def live(engine: str, num_steps: int, seed: int, console: Console) -> Found:
 
 
 def summed() -> dict[str, Any]:
-    """Return what all lives of a file came to: by engine, and of which commits."""
-    lives = [json.loads(line) for line in STATE.read_text(encoding="utf-8").splitlines()]
+    """Return all lives, those of earlier results too, and their sums by engine."""
+    lives = json.loads(RESULTS.read_text(encoding="utf-8"))["lives"] if RESULTS.exists() else []
+    lives += [json.loads(line) for line in STATE.read_text(encoding="utf-8").splitlines()]
+    by_key = {(list(ENGINES).index(life["engine"]), life["seed"], life["commit"]): life for life in lives}
+    lives = [by_key[key] for key in sorted(by_key)]
     engines: dict[str, dict[str, Any]] = {}
-    for life in sorted(lives, key=lambda life: (list(ENGINES).index(life["engine"]), life["seed"])):
-        engine = engines.setdefault(life["engine"], {"lives": 0, "steps": Counter(), "ended": 0, "broken": []})
+    for life in lives:
+        engine = engines.setdefault(life["engine"], {"lives": 0, "steps": Counter(), "ended": 0, "broken": 0})
         engine["lives"] += 1
         engine["steps"].update(life["steps"])
         engine["ended"] += life["ended"]
-        engine["broken"] += life["broken"]
+        engine["broken"] += len(life["broken"])
     num_steps = sum(sum(engine["steps"].values()) for engine in engines.values())
-    return {"commits": sorted({life["commit"] for life in lives}), "num_steps": num_steps, "engines": engines}
+    return {"num_steps": num_steps, "engines": engines, "lives": lives}
 
 
 def main() -> int:
