@@ -4,6 +4,7 @@ One that fails whatever the row is, is told in a line.
 """
 
 import contextlib
+import resource
 import signal
 import subprocess
 import sys
@@ -20,6 +21,10 @@ from tunekit.probe.chat_template import template_in_time
 MESSAGES = [{"role": "user", "content": "a"}]
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{{ a * b }}{% endfor %}{% endfor %}"
 POWER = "{{ 9 ** 999999999 }}"
+DOUBLING = (
+    "{% set all = namespace(text='a' * 1000) %}"
+    "{% for _ in range(40) %}{% set all.text = all.text ~ all.text %}{% endfor %}{{ all.text }}"
+)
 POWERS = "{{ 9 ** (9 ** 9) }}" * 3
 
 
@@ -121,11 +126,21 @@ def test_an_alarm_that_comes_while_the_alarm_is_taken_back_leaves_nothing_behind
         ("{% include 'a' %}", "no loader for this environment specified"),
         ("{{ range(10 ** 9) | list }}", "Range too big"),
         ("{{ 'a' * 10 ** 18 }}", "not enough memory for its text"),
+        ("{{ 'a' * 10 ** 10 }}", "not enough memory for its text"),
+        (DOUBLING, "not enough memory for its text"),
     ],
 )
 def test_a_template_that_fails_for_any_row_is_told_in_a_line(template, why, tokenizer):
     with pytest.raises(DataError, match=rf"rows\.jsonl:1: rendering the chat template failed: {why}"):
         render(tokenizer, template)
+
+
+def test_a_template_leaves_the_limit_of_memory_as_it_was(tokenizer):
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(DataError, match="not enough memory"):
+        render(tokenizer, DOUBLING)
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+    render(tokenizer, "{{ messages[0].content }}")
 
 
 @pytest.mark.parametrize("template", [LOOP, "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}"])

@@ -1,4 +1,4 @@
-"""Chat templates, which come with models: a limit of their time, and texts for those that read parts alone.
+"""Chat templates, which come with models: limits of their time and memory, and texts for those that read parts alone.
 
 Those that a recipe sets, by name or by file: their text, and the end of their answers.
 
@@ -13,6 +13,8 @@ of the template.
 
 import contextlib
 import ctypes
+import os
+import resource
 import signal
 import sys
 import threading
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
 ROW_SECONDS = 30.0
 """Far more than any row takes."""
 
+ROW_BYTES = 2 * 2**30
+"""The same of memory. The limit is one of the process, so that it is set only where a signal ends a template."""
+
 AGAIN_SECONDS = 1.0
 """After which time it is ended again, where the end was dropped: Python drops what is raised in a destructor."""
 
@@ -46,13 +51,13 @@ class _TimeIsUp(BaseException):
 
 @contextlib.contextmanager
 def template_in_time(place: str) -> Iterator[None]:
-    """Within it a template that takes too long is ended.
+    """Within it a template that takes too long, or in the main thread too much memory, is ended.
 
     Args:
         place: The row, for messages.
 
     Raises:
-        DataError: It took too long, or fails whatever the row is.
+        DataError: It took too long or too much memory, or fails whatever the row is.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     is_free = in_main_thread and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
@@ -96,13 +101,31 @@ def _by_signal(body: FrameType | None) -> Iterator[None]:
             frame = frame.f_back
         raise _TimeIsUp
 
+    limits = resource.getrlimit(resource.RLIMIT_AS)
     signal.signal(signal.SIGALRM, end)
     signal.setitimer(signal.ITIMER_REAL, ROW_SECONDS, AGAIN_SECONDS)
     try:
+        _limit_memory(*limits)
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def _limit_memory(soft: int, hard: int) -> None:
+    """Allow this process ROW_BYTES beyond what it has mapped; on Linux, which tells how much that is."""
+    try:
+        descriptor = os.open("/proc/self/statm", os.O_RDONLY)
+    except FileNotFoundError:
+        return
+    try:
+        num_pages = int(os.read(descriptor, 32).split()[0])
+    finally:
+        os.close(descriptor)
+    limit = num_pages * resource.getpagesize() + ROW_BYTES
+    if soft == resource.RLIM_INFINITY or limit < soft:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
 @contextlib.contextmanager
