@@ -34,6 +34,18 @@ class TunekitError(Exception):
         return {"kind": kind, "problem": self.problem, "hint": self.hint, "changes": list(self.changes)}
 
 
+def loading_errors() -> tuple[type[Exception], ...]:
+    """Return what the libraries raise where a file of a model folder is missing or damaged, or a package of
+    its format is missing.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+
+    return (
+        OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError, ImportError,
+        StrictDataclassError,
+    )  # fmt: skip
+
+
 class RecipeError(TunekitError):
     """The recipe, or an override of it, cannot be read or is not valid."""
 

@@ -1,6 +1,7 @@
 """Many prompts: what is answered in batches is what transformers answers one by one, and every row gets its own."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -246,6 +247,11 @@ def test_a_damaged_model_and_a_run_without_one_are_named_in_one_line(run, tmp_pa
     prompts = write(tmp_path / "prompts.jsonl", ROWS[:1])
     shutil.copytree(run.path, tmp_path / "early", ignore=shutil.ignore_patterns("model", "checkpoints"))
     shutil.copytree(run.path, tmp_path / "torn")
+    for name in ("deep", "fifo"):
+        shutil.copytree(run.path, tmp_path / name)
+        (tmp_path / name / "model" / "tokenizer_config.json").unlink()
+    (tmp_path / "deep" / "model" / "tokenizer_config.json").write_text("[" * 200_000)
+    os.mkfifo(tmp_path / "fifo" / "model" / "tokenizer_config.json")
     for name in ("config", "tokenizer", "weights"):
         shutil.copytree(PICO, tmp_path / name)
     (tmp_path / "config" / "config.json").write_text("{")
@@ -255,6 +261,8 @@ def test_a_damaged_model_and_a_run_without_one_are_named_in_one_line(run, tmp_pa
     for name, words in (
         ("early", r"is finished, but .*model is missing; restore it, or recreate it with `tunekit rerun"),
         ("torn", "adapter_model.safetensors is damaged"),
+        ("deep", "has a broken tokenizer_config.json: nested too deep"),
+        ("fifo", "has a broken tokenizer_config.json: not a regular file"),
         ("config", "has a broken config.json"),
         ("tokenizer", "the tokenizer in .* cannot be loaded"),
         ("weights", "the weights of .* are damaged"),

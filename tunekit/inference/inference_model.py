@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tunekit.data.media.expand import features_of
 from tunekit.data.media.kinds import Medium
-from tunekit.errors import MemoryShortError, ModelError, RunError, TunekitError
+from tunekit.errors import MemoryShortError, ModelError, RunError, TunekitError, loading_errors
 from tunekit.estimates.memory.states import Dtype
 from tunekit.files import SHIPPED_MODELS, is_name
 from tunekit.planner.plan import Plan
@@ -187,6 +187,7 @@ def _checkpoint(run: Run, name: str) -> Trained:
 
 def _of_run(run: Run, folder: Path, plan: Plan, step: int | None) -> Trained:
     """The result of a run, or a checkpoint of it."""
+    check_settings(folder, str(folder))
     name = run.name if step is None else f"{run.name}, step {step}"
     where, adapter = str(folder.resolve()), plan.recipe.adapter
     if not isinstance(adapter, FullAdapter):
@@ -264,7 +265,7 @@ def tokenizer_of(found: Trained, folder: str | None = None) -> "PreTrainedTokeni
         tokenizer = AutoTokenizer.from_pretrained(
             where, revision=revision, trust_remote_code=found.base.trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as error:
+    except loading_errors() as error:
         if Path(where).is_dir() and not any(Path(where).glob("tokenizer*")):
             raise ModelError(f"{where} has no tokenizer", hint="restore its tokenizer.json") from error
         first = str(error).partition("\n")[0]
@@ -287,7 +288,7 @@ def config_of(found: Trained) -> "PretrainedConfig":
     where = model_folder(found.base)
     try:
         return read_config(found.base)
-    except (OSError, ValueError, KeyError) as error:
+    except loading_errors() as error:
         if Path(where).is_dir() and not (Path(where) / "config.json").is_file():
             raise ModelError(f"{where} has no config.json", hint="restore it from a copy") from error
         first = str(error).partition("\n")[0]

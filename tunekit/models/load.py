@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from tunekit.errors import ModelError
+from tunekit.errors import ModelError, loading_errors
 from tunekit.estimates.facts import NUM_CLASSES
 from tunekit.estimates.memory.states import Dtype
 from tunekit.estimates.models.model_config import model_types, read_past_of
@@ -95,7 +95,6 @@ def tokenizer_and_new(section: ModelSection) -> "tuple[PreTrainedTokenizerBase, 
     Raises:
         ModelError: As `load_tokenizer` says.
     """
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
 
     template, recipe_section, section = section.chat_template, section, with_tokenizer(section)
@@ -104,9 +103,7 @@ def tokenizer_and_new(section: ModelSection) -> "tuple[PreTrainedTokenizerBase, 
         tokenizer = AutoTokenizer.from_pretrained(
             model_folder(section), revision=section.revision, trust_remote_code=section.trust_remote_code
         )
-    except (
-        OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError, StrictDataclassError
-    ) as error:  # fmt: skip
+    except loading_errors() as error:
         raise ModelError(
             f"model.path: the tokenizer of {section.path!r} cannot be loaded: {_first_line(error)}",
             hint=_about_code(error) or "the folder may be incomplete",
@@ -166,7 +163,7 @@ def load_processor(
             f"{' '.join(str(error).split())[:160]}",
             hint="pip install 'tunekit[vision]'" if "torchvision" in str(error) else "install it",
         ) from error
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except loading_errors() as error:
         raise ModelError(
             f"model.path: the processor of {section.path!r} cannot be loaded: {_first_line(error)}",
             hint=_about_code(error) or "the folder may be incomplete",
@@ -344,7 +341,7 @@ def load_model(
                 distributed_config=distributed,
                 output_loading_info=True,
             )
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except loading_errors() as error:
         folder = Path(section.path)
         missing = [name for name in ("config.json", "*.safetensors") if folder.is_dir() and not any(folder.glob(name))]
         if missing:

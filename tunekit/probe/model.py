@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tunekit.errors import ModelError
+from tunekit.errors import ModelError, loading_errors
 from tunekit.estimates.facts import ModelFacts, Origin, TemplateFacts
 from tunekit.estimates.memory.experts import fused_experts
 from tunekit.estimates.models.architectures import tensors_of
@@ -119,7 +119,7 @@ def _tokenizer_at_hand(section: ModelSection) -> "PreTrainedTokenizerBase | None
         return AutoTokenizer.from_pretrained(
             model_folder(where), revision=where.revision, trust_remote_code=where.trust_remote_code
         )
-    except (OSError, ValueError, KeyError):
+    except loading_errors():
         return None
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunekit.data.tokenization.alignment import prompt_tokens
 from tunekit.data.tokenization.steps import SEPARATOR_KEY, StepTokens
-from tunekit.errors import ModelError
+from tunekit.errors import ModelError, loading_errors
 from tunekit.estimates.facts import NUM_CLASSES
 from tunekit.methods.rewards.answers import Answers, Judge, text_of
 from tunekit.models.load import load_tokenizer, read_config
@@ -159,7 +159,7 @@ def _load(section: ModelSection, device: str, judged: Judged, *, pad_token_id: i
                 folder, revision=section.revision, output_loading_info=True, **how
             )
             _refuse_untrained(section, loading_info["missing_keys"])
-    except (OSError, ValueError, KeyError) as error:
+    except loading_errors() as error:
         what = f"method.rewards: reward_model: {section.path!r} cannot be loaded: {str(error).strip().splitlines()[0]}"
         raise ModelError(what, hint="use a sequence classifier with one output, stored as safetensors") from error
     model.config.pad_token_id = pad_token_id

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tunekit.errors import ModelError
+from tunekit.errors import ModelError, loading_errors
 from tunekit.models.fusion.attention import attention_rule
 from tunekit.models.fusion.experts import experts_rule
 from tunekit.models.fusion.forms import gated_rule, layer_rule, norm_rule
@@ -124,7 +124,7 @@ def coverage(section: ModelSection) -> Report:
         config = read_config(section)
         with torch.device("meta"):
             model = auto_class(config).from_config(config, trust_remote_code=section.trust_remote_code)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except loading_errors() as error:
         first_line = str(error).strip().partition("\n")[0]
         raise ModelError(
             f"the configuration of {section.path!r} cannot be read: {first_line}",
