@@ -35,9 +35,7 @@ class TunekitError(Exception):
 
 
 def loading_errors() -> tuple[type[Exception], ...]:
-    """Return what the libraries raise where a file of a model folder is missing or damaged, or a package of
-    its format is missing.
-    """
+    """Return what libraries raise where a file of a model folder is damaged, or a file or package is missing."""
     from huggingface_hub.errors import StrictDataclassError
 
     return (

@@ -158,7 +158,8 @@ class RememberingKTOTrainer(_Remembering, KTOTrainer):  # type: ignore[misc]
 
     def evaluation_loop(self, dataloader: DataLoader[Any], *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """Evaluate held-out rows, whose divergence is not known yet."""
-        self._batches, self._kl = self.get_eval_dataloader(dataloader.dataset), None
+        if self.calculate_KL:
+            self._batches, self._kl = self.get_eval_dataloader(dataloader.dataset), None
         with self._coupled():
             return super().evaluation_loop(dataloader, *args, **kwargs)
 
