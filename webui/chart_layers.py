@@ -44,28 +44,52 @@ POINTER: dict[str, Any] = {
 """The place of the axis that is nearest to the pointer."""
 
 
-def layers_of(rows: Sequence[dict[str, Any]], x: dict[str, Any], *, clip: bool) -> list[dict[str, Any]]:
+SHOWN: dict[str, Any] = {
+    "name": "shown",
+    "select": {"type": "point", "fields": ["c"], "toggle": "true"},
+    "bind": "legend",
+}
+"""What was clicked in the legend, until it is clicked again: other curves fade. Nothing clicked is all."""
+
+FAINT = 0.3
+"""Opacity of raw values behind a smoothed curve."""
+
+FADED = 0.1
+"""Opacity of curves that were not chosen, as a part of their own."""
+
+
+def layers_of(
+    rows: Sequence[dict[str, Any]], x: dict[str, Any], *, clip: bool, has_legend: bool
+) -> list[dict[str, Any]]:
     """Return the layers of curves, and what shows their values at the pointer.
 
     Args:
         rows: The points of all curves.
         x: The encoding of their places.
         clip: Whether points outside the plot are hidden.
+        has_legend: Whether there is a legend, which chooses curves.
     """
+
+    def grouped(opacity: float = 1) -> dict[str, Any]:
+        by = {"detail": {"field": "g"}}
+        chosen = {"condition": {"param": "shown", "value": opacity}, "value": FADED * opacity}
+        return by | {"opacity": chosen} if has_legend else by
+
     held_out = {"filter": "datum.k == 'held_out'"}
-    grouped = {"detail": {"field": "g"}}
     layers: list[dict[str, Any]] = []
     if any(row["k"] == "faint" for row in rows):
-        mark = {"type": "line", "strokeWidth": 1, "opacity": 0.3, "clip": clip}
-        layers.append({"transform": [{"filter": "datum.k == 'faint'"}], "mark": mark, "encoding": grouped})
+        mark = {"type": "line", "strokeWidth": 1, "opacity": FAINT, "clip": clip}
+        layers.append({"transform": [{"filter": "datum.k == 'faint'"}], "mark": mark, "encoding": grouped(FAINT)})
     # A single point makes no line.
     mark = {"type": "line", "strokeWidth": 2, "clip": clip, "point": {"size": 12} if len(rows) < 80 else False}
-    layers.append({"transform": [{"filter": "datum.k == 'plain'"}], "mark": mark, "encoding": grouped})
+    layers.append({"transform": [{"filter": "datum.k == 'plain'"}], "mark": mark, "encoding": grouped()})
     if num_held_out := sum(row["k"] == "held_out" for row in rows):
         # Points of many evaluations would make a band over the other curves.
         points = {"size": 40} if num_held_out < MOST_POINTS else False
         dashed = {"type": "line", "strokeWidth": 2, "strokeDash": [6, 3], "clip": clip, "point": points}
-        layers.append({"transform": [held_out], "mark": dashed, "encoding": grouped})
+        layers.append({"transform": [held_out], "mark": dashed, "encoding": grouped()})
+    if has_legend:
+        layers[-1]["params"] = [SHOWN]
     at_pointer = {"opacity": {"condition": {"param": "pointer", "empty": False, "value": 1}, "value": 0}}
     layers.append(
         {

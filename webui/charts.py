@@ -247,6 +247,7 @@ def spec_of(
     view: View,
     words: Words,
     *,
+    runs: Sequence[str] = (),
     resumed: Sequence[Resume] = (),
     planned_bytes: float | None = None,
 ) -> dict[str, Any]:
@@ -257,10 +258,11 @@ def spec_of(
         curves: Its curves, of one run or of several.
         view: How it is looked at.
         words: The language.
+        runs: The runs of all charts on the page, each with its name and colour in all; by default those of the curves.
         resumed: Where its runs were resumed.
         planned_bytes: What the plan says of memory, for a line beside what was measured.
     """
-    runs = list(dict.fromkeys(curve.run for curve in curves))
+    runs = list(dict.fromkeys([*runs, *(curve.run for curve in curves)]))
     unit, x_title = _unit(curves, words) if view.by == "time" else (1.0, words(f"charts.{view.by}"))
     view = view if kind.is_noisy else replace(view, smoothing=0)
     rows = list(_rows(curves, view, words, unit, several=len(runs) > 1))
@@ -269,8 +271,8 @@ def spec_of(
     if view.clip:
         y_scale |= _clipped(rows, planned_gib)
     labels = list(dict.fromkeys(row["c"] for row in rows))
-    encoding = _encoding(kind, labels, x_title, y_scale, x_axis=_x_axis(rows, view))
-    layers = layers_of(rows, encoding["x"], clip=view.clip)
+    encoding = _encoding(kind, labels, runs, x_title, y_scale, x_axis=_x_axis(rows, view))
+    layers = layers_of(rows, encoding["x"], clip=view.clip, has_legend=encoding["color"]["legend"] is not None)
     marks = [
         (
             _rounded(mark.place * unit),
@@ -374,13 +376,21 @@ def label_of(curve: Curve, words: Words, *, several: bool, brief: bool = False) 
 
 
 def _encoding(
-    kind: Kind, labels: Sequence[str], x_title: str, y_scale: dict[str, Any], *, x_axis: dict[str, Any]
+    kind: Kind,
+    labels: Sequence[str],
+    runs: Sequence[str],
+    x_title: str,
+    y_scale: dict[str, Any],
+    *,
+    x_axis: dict[str, Any],
 ) -> dict[str, Any]:
     """Return the encoding of positions and colours."""
-    colours = [COLOURS[place % len(COLOURS)] for place in range(len(labels))]
+    # A run that has no curve in a chart leaves the colours of the others there as they are.
+    places = [runs.index(label) if label in runs else place for place, label in enumerate(labels)]
+    colours = [COLOURS[place % len(COLOURS)] for place in places]
     legend = (
         {"title": None, "orient": "bottom", "columns": 2, "labelLimit": 240, "symbolOpacity": 1}
-        if len(labels) > 1
+        if len(labels) > 1 or len(runs) > 1
         else None
     )
     return {

@@ -101,7 +101,7 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
 
     def choose(names: list[str], chosen: list[str], kept: Any) -> Any:
         runs, _ = _readable(site, (names or [])[:MAX_RUNS])
-        return with_charts(kept, chosen, charts.kinds_of(_logged(runs)))
+        return with_charts(kept, chosen, _kinds(runs))
 
     choosing = selection.input(choose, [runs, selection, stored], stored, show_progress="hidden")
     for listen in (
@@ -178,7 +178,7 @@ def _changed(
         now[part] = repr(made_from)
         return now[part] != before.get(part)
 
-    kinds = charts.kinds_of(_logged(runs))
+    kinds = _kinds(runs)
     keys = shown_charts(kept, kinds)[:NUM_CHARTS]
     run_names = [run.name for run in runs]
     message = faults if is_new("faults", faults) else gr.skip()
@@ -206,13 +206,17 @@ def _nothing(message: str) -> list[Any]:
     return [message, gr.Column(visible=False), *[gr.skip()] * (NUM_OTHERS - 3 + NUM_CHARTS), ""]
 
 
-def _logged(runs: Sequence[tunekit.Run]) -> list[str]:
-    """Return the names of what runs log."""
-    names = dict[str, None]()
+def _kinds(runs: Sequence[tunekit.Run]) -> list[charts.Kind]:
+    """Return the kinds of charts of runs, of the default ones those first that the most runs have."""
+    logged = []
     for run in runs:
         with history_of(run) as reader:
-            names |= dict.fromkeys(reader.series)
-    return list(names)
+            logged.append(list(reader.series))
+
+    def rank(kind: charts.Kind) -> tuple[bool, int]:
+        return not kind.is_default, -sum(bool(charts.kind_names(kind, names)) for names in logged)
+
+    return sorted(charts.kinds_of(dict.fromkeys(name for names in logged for name in names)), key=rank)
 
 
 def _readable(site: Site, names: Sequence[str]) -> tuple[list[tunekit.Run], str]:

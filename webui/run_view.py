@@ -372,9 +372,9 @@ def drawings(
             for kind in kinds:
                 curves[kind.key] += charts.curves_of(run.name, reader, kind, view)
     planned = planned_bytes(planned_of) if planned_of is not None and "memory" in curves else None
-    drawn = []
+    names, drawn = [run.name for run in runs], []
     for kind in kinds:
-        spec = charts.spec_of(kind, curves[kind.key], view, words, resumed=resumed, planned_bytes=planned)
+        spec = charts.spec_of(kind, curves[kind.key], view, words, runs=names, resumed=resumed, planned_bytes=planned)
         drawn.append(PlotData(type="altair", plot=charts.to_text(spec)))
     with _lock:
         _drawings[key] = drawn

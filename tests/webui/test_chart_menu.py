@@ -37,6 +37,18 @@ def test_a_chart_shows_all_runs_at_the_pointer_and_where_a_run_was_resumed(page,
     expect(tooltip).to_contain_text(f"{trained_run.name}: resumed from step 4")
 
 
+def test_a_click_in_the_legend_lets_the_other_curves_fade_until_the_next(page):
+    chart = page.locator("#runs-charts svg.marks").first
+    chart.scroll_into_view_if_needed()
+    faded = chart.locator(".mark-line path[opacity='0.1']")
+    entry = chart.locator(".role-legend").get_by_text("other", exact=True)
+    expect(chart.locator(".mark-line path[opacity='1']")).to_have_count(4)
+    entry.click()
+    expect(faded).to_have_count(2)
+    entry.click()
+    expect(faded).to_have_count(0)
+
+
 def test_a_chart_is_a_table_and_is_saved_by_keyboard(page, trained_run, tmp_path):
     logged = {event["step"]: event["loss"] for event in trained_run.events() if event["event"] == "log"}
     opener = page.locator("#runs-charts .chart-menu summary").first

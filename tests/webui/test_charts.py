@@ -273,6 +273,26 @@ def test_several_runs_have_a_colour_each_and_keep_their_names():
     ]  # fmt: skip
 
 
+def test_a_curve_of_one_run_among_several_has_the_name_and_colour_that_the_run_has_elsewhere():
+    curves = [Curve(run, "loss", [(1.0, 2.0), (2.0, 1.0)]) for run in ("one", "two")]
+    both, alone = (charts.spec_of(LOSS, some, View(), WORDS, runs=["one", "two"]) for some in (curves, curves[1:]))
+    assert {row["t"] for row in alone["data"]["values"]} == {"two · training"}
+    colours = [dict(zip(*spec["encoding"]["color"]["scale"].values(), strict=True)) for spec in (both, alone)]
+    assert colours[1] == {"two": colours[0]["two"]} and colours[0]["one"] != colours[0]["two"]
+    assert alone["encoding"]["color"]["legend"] is not None
+
+
+def test_a_legend_chooses_curves():
+    curves = [Curve(run, name, [(1.0, 2.0), (2.0, 1.0)]) for run in ("one", "two") for name in ("loss", "eval_loss")]
+    layers = charts.spec_of(LOSS, curves, View(smoothing=0.5), WORDS)["layer"]
+    lines = [layer["encoding"]["opacity"] for layer in layers if "detail" in layer["encoding"]]
+    assert [(line["condition"]["value"], line["value"]) for line in lines] == [(0.3, 0.03), (1, 0.1), (1, 0.1)]
+    (chosen,) = [param for layer in layers for param in layer.get("params", ()) if param.get("bind") == "legend"]
+    assert {line["condition"]["param"] for line in lines} == {chosen["name"]}
+    alone = charts.spec_of(LOSS, curves[:1], View(), WORDS)
+    assert '"shown"' not in charts.to_text(alone), "without a legend"
+
+
 def test_memory_is_drawn_in_gib_beside_what_was_planned():
     reader_rows = [Curve("mine", "peak_memory_bytes", [(4.0, 1.5)])]
     spec = charts.spec_of(MEMORY, reader_rows, View(), WORDS, planned_bytes=2 * 2**30)

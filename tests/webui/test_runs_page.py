@@ -363,6 +363,15 @@ def test_runs_are_compared_by_curves_recipes_results_and_answers(trained_run):
     assert column.visible and domain_of(plot) == names
 
 
+def test_a_comparison_begins_with_the_charts_that_all_runs_have(trained_run):
+    other = with_seed(trained_run, "other", 7)
+    written(other, ("log", {"step": 8, "loss": 1.0, "reward": 0.5}))
+    site, names = site_of(trained_run), [trained_run.name, "other"]
+    _, _, kinds, _, *plots, _, _, _, _ = compare.look(site, WORDS, names, View(), "")
+    assert kinds["value"][0] == "loss" and kinds["value"][-1] == "reward"
+    assert domain_of(plots[len(kinds["value"]) - 1]) == ["other"]
+
+
 def domain_of(plot):
     """The runs in a chart's legend."""
     return json.loads(plot.value["plot"])["encoding"]["color"]["scale"]["domain"]
