@@ -123,8 +123,11 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_for_the_rows_that_it_
     assert str(caught.value) == (
         "data.jsonl:2: the chat template renders earlier turns differently once messages[1] or a later message "
         "follows, so the assistant's tokens cannot be located; set model.chat_template to a template with {% "
-        "generation %} markers, or set data.loss_on=all"
+        "generation %} markers, or set data.loss_on=all or last"
     )
+    assert learned(tokenizer, rows("messages", chat("u hi", "a why#ho", "u x", "a y")), loss_on="last") == [
+        "u:hi<|im_end|>a:ho<|im_end|>u:x<|im_end|>a:⟦y<|im_end|>⟧"
+    ]
 
 
 TRL_TEMPLATES = Path(trl.chat_template_utils.__file__).with_name("chat_templates")

@@ -394,7 +394,7 @@ class ChatRenderer:
             prompt_text = self.text(messages[:i], place, tools=tools, add_generation_prompt=True)
             answered = text if i == len(messages) - 1 else self.text(messages[: i + 1], place, tools=tools)
             if not answered.startswith(prompt_text) or not text.startswith(answered):
-                raise _rewritten(place, i)
+                raise _rewritten(place, i, is_last=i == max(turns))
             spans.append((len(prompt_text), len(prompt_text) + len(self._said(answered[len(prompt_text) :]))))
         return spans
 
@@ -483,9 +483,9 @@ def _training_version(tokenizer: "PreTrainedTokenizerBase") -> str | None:
         return None
 
 
-def _rewritten(place: str, index: int) -> DataError:
+def _rewritten(place: str, index: int, *, is_last: bool = True) -> DataError:
     return DataError(
         f"{place}: the chat template renders earlier turns differently once messages[{index}] or a later message "
         "follows, so the assistant's tokens cannot be located",
-        hint=_REMEDY,
+        hint=_REMEDY if is_last else f"{_REMEDY} or last",
     )
