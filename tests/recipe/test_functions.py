@@ -1,5 +1,6 @@
 """Functions that a recipe names: found when it is loaded, or told at their place."""
 
+import shlex
 import sys
 
 import pytest
@@ -68,6 +69,18 @@ def test_a_function_that_cannot_be_found_is_told_at_its_place(path, message, her
         f"recipe.yaml:4:11: data.format: {message.format(here=here)}",
         "recipe.yaml:5:3: data.max_lenth: unknown key; did you mean 'max_length'?",
     ]
+
+
+def test_a_module_of_the_recipes_folder_is_named_with_how_to_import_it(here, monkeypatch):
+    (here / "else where").mkdir()
+    (here / "else where" / "my_own.py").write_text("def convert(row):\n    return row\n")
+    (here / "else where" / "recipe.yaml").write_text(RECIPE + "my_own:convert")
+    words = "no module 'my_own'; it is in the recipe's folder: export PYTHONPATH="
+    with pytest.raises(RecipeError, match=words) as caught:
+        load_recipe("else where/recipe.yaml")
+    (path,) = shlex.split(str(caught.value).partition("PYTHONPATH=")[2])
+    monkeypatch.syspath_prepend(path)
+    assert load_recipe("else where/recipe.yaml").data.format == "my_own:convert"
 
 
 def test_columns_beside_a_function_are_refused(here):

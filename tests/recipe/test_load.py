@@ -213,6 +213,39 @@ def test_a_mapping_may_hold_paths_and_tuples_and_is_not_changed() -> None:
     assert (recipe.model.path, recipe.output.sample_prompts) == ("pico", ["hi"])
 
 
+class Model:
+    """What is called as a loaded model is."""
+
+    def __call__(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        (
+            "data.train",
+            [{"prompt": "a"}],
+            "must name the rows, got a Python list; pass rows in memory as train_dataset",
+        ),
+        ("data.eval", Model(), "must name the rows, got a Python Model; pass rows in memory as eval_dataset"),
+        ("model", Model(), "must be a folder or name, got a Python Model; save it with save_pretrained, and pass the "),
+        (
+            "model.path",
+            Model(),
+            "must be a folder or name, got a Python Model; save it with save_pretrained, and pass ",
+        ),
+    ],
+)
+def test_rows_and_models_in_memory_are_told_how_to_be_passed(key: str, value: Any, message: str) -> None:
+    section, _, field = key.partition(".")
+    recipe = {"model": "pico", "data": {"train": "x.jsonl"}}
+    inside = {section: {**({} if section == "model" else recipe["data"]), field: value} if field else value}
+    for source, overrides in (({**recipe, **inside}, {}), (recipe, {key: value}), (recipe, inside)):
+        with pytest.raises(RecipeError) as caught:
+            load_recipe(source, overrides)
+        assert len(str(caught.value).splitlines()) == 1 and f"{key}: {message}" in str(caught.value)
+
+
 def test_a_recipe_loads_as_itself() -> None:
     recipe = load_recipe({"model": "pico", "data": {"train": "x.jsonl"}, "adapter": "full"})
     assert load_recipe(recipe) == recipe

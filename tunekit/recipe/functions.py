@@ -15,6 +15,7 @@ import importlib
 import importlib.util
 import os
 import pkgutil
+import shlex
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -33,14 +34,18 @@ _HINT = "write my_module:my_function"
 _INSTALLED = ("site-packages", "dist-packages")
 
 
-def find_function(path: str) -> Callable[..., Any]:
+def find_function(path: str, beside: Path | None = None) -> Callable[..., Any]:
     """The function that a dotted path names.
+
+    Args:
+        path: The module and the function.
+        beside: Folder of the recipe. It is not searched, as processes of a run would not know it; an error names it.
 
     Raises:
         RecipeError: There is no such module or function, or the module cannot be imported.
     """
     name, _, attribute = path.partition(":")
-    module = _import(name)
+    module = _import(name, beside)
     namespace = vars(module)
     if attribute not in namespace:
         candidates = [other for other, value in namespace.items() if callable(value) and not other.startswith("__")]
@@ -78,7 +83,7 @@ def _check_own(name: str) -> None:
         )
 
 
-def _import(name: str) -> ModuleType:
+def _import(name: str, beside: Path | None) -> ModuleType:
     with importable(Path.cwd(), *([functions_folder()] if is_written(name) else [])):
         _check_own(name)
         try:
@@ -86,8 +91,8 @@ def _import(name: str) -> ModuleType:
         except ModuleNotFoundError as error:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise RecipeError(f"importing '{name}' failed: {error}", hint="install the missing module") from error
-            candidates = _modules_beside(error.name)
-            raise RecipeError(f"no module '{error.name}'", hint=_meant(error.name, candidates)) from error
+            hint = _elsewhere(error.name, beside) or _meant(error.name, _modules_beside(error.name))
+            raise RecipeError(f"no module '{error.name}'", hint=hint) from error
         except SyntaxError as error:
             place = f"{error.filename}:{error.lineno}"
             raise RecipeError(f"importing '{name}' failed: {place}: {error.msg}") from error
@@ -116,6 +121,14 @@ def _modules_beside(name: str) -> list[str]:
         return [module.name for module in pkgutil.iter_modules([str(Path.cwd())])]
     folders = vars(sys.modules[package]).get("__path__", [])  # none where it is a module, not a package
     return [f"{package}.{module.name}" for module in pkgutil.iter_modules(folders)]
+
+
+def _elsewhere(name: str, folder: Path | None) -> str | None:
+    """Return how to import a module that a folder has; None where it has not."""
+    files = (f"{name.replace('.', '/')}{end}" for end in (".py", "/__init__.py"))
+    if folder is None or not any((folder / file).is_file() for file in files):
+        return None
+    return f"it is in the recipe's folder: export PYTHONPATH={shlex.quote(str(folder.resolve()))}"
 
 
 def _meant(word: str, known: list[str]) -> str:

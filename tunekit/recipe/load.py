@@ -37,6 +37,7 @@ from tunekit.recipe.reading.parse import Fault, Key, Place, Places, Problem, YAM
 from tunekit.recipe.reading.phrases import show
 from tunekit.recipe.reading.wording import to_problems
 from tunekit.recipe.schema import Recipe, expands_env, holders_along, is_free_mapping, members, sections_of, tag_of
+from tunekit.recipe.sections.data import DataSource
 from tunekit.recipe.sections.section import (
     FUNCTION_PATTERN,
     NAME_PATTERN,
@@ -298,7 +299,7 @@ def _check(
     if secrets != "nowhere":
         problems += find_secrets(draft.values, draft.places, laid.commanded if secrets == "in overrides" else None)
     recipe, invalid = _validate(values, draft.places)
-    invalid += _missing_functions(values, draft.places) if find_functions else []
+    invalid += _missing_functions(values, draft.places, draft.folder) if find_functions else []
     # What could not be read has been reported; what the schema then says of its place would only repeat it.
     reported = {bad.key for bad in problems if bad.key}
     problems += [bad for bad in invalid if not any(bad.key[: len(key)] == key for key in reported)]
@@ -357,6 +358,9 @@ def asked_for(value: Any) -> Any:
 
 def _plain(value: Any, key: Key, problems: list[Problem]) -> Any:
     """A Python value in the types that YAML has: mappings as dicts, tuples as lists, paths and functions as text."""
+    if (problem := _in_memory(value, key)) is not None:
+        problems.append(problem)
+        return None
     if isinstance(value, Mapping):
         for name in value:
             if not isinstance(name, str):
@@ -371,6 +375,23 @@ def _plain(value: Any, key: Key, problems: list[Problem]) -> Any:
             problems.append(Problem(parse.MAPPING, error.problem, key, error.hint))
             return None
     return str(value) if isinstance(value, PurePath) else value
+
+
+def _in_memory(value: Any, key: Key) -> Problem | None:
+    """Return how to pass rows or a model that stand in a recipe instead of their path; None for all else."""
+    where = dotted(key)
+    got = f"got a Python {type(value).__name__}"
+    if where in ("data.train", "data.eval"):
+        rows = [row for row in value if isinstance(row, Mapping) and row] if isinstance(value, list | tuple) else []
+        is_rows = any(row.keys().isdisjoint(DataSource.model_fields) for row in rows)
+        if is_rows or not (value is None or isinstance(value, str | int | float | Mapping | list | tuple | PurePath)):
+            hint = f"pass rows in memory as {where.removeprefix('data.')}_dataset"
+            return Problem(parse.MAPPING, f"must name the rows, {got}", key, hint)
+    is_model = where.partition(".")[0] == "model" or where.startswith("method.teacher")
+    if is_model and callable(value):
+        hint = "save it with save_pretrained, and pass the folder"
+        return Problem(parse.MAPPING, f"must be a folder or name, {got}", key, hint)
+    return None
 
 
 def _read_file(source: str | Path) -> _Draft:
@@ -474,13 +495,13 @@ def _validate(values: dict[str, Any], places: Places) -> tuple[Recipe | None, li
     return recipe, problems + _trainer_args_problems(values, places)
 
 
-def _missing_functions(values: dict[str, Any], places: Places) -> list[Problem]:
+def _missing_functions(values: dict[str, Any], places: Places, folder: Path | None) -> list[Problem]:
     """The user's own functions that cannot be found."""
     missing = []
     for key, value in parse.leaves(values):
         if isinstance(value, str) and re.fullmatch(FUNCTION_PATTERN, value) and _takes_function(key, values):
             try:
-                find_function(value)
+                find_function(value, folder)
             except RecipeError as error:
                 # A reward that stands alone has no path of its own in the file.
                 key = key[:-1] if key[-1] == "path" and key not in places.values else key
