@@ -71,7 +71,7 @@ def launch_ray(
     num_nodes: int | None = None,
     on_event: Callable[[Event], None] | None = None,
 ) -> Run:
-    """Train on a cluster of Ray's, on whose nodes the folder of the run is too, and return the finished run.
+    """Train on a Ray cluster whose nodes share the run folder, and return the finished run.
 
     Args:
         source: The recipe.
@@ -82,7 +82,7 @@ def launch_ray(
         on_event: Called with every event of the run as it happens.
 
     Raises:
-        TunekitError: Ray is not installed, or or an error that the user can correct.
+        TunekitError: Ray is not installed, or an error that the user can correct.
     """
     from tunekit.launching.ray_train import train_on_ray
 
