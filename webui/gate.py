@@ -41,7 +41,10 @@ MAX_TRIES = 10
 TRIES_SECONDS = 60.0
 
 MAX_SESSIONS = 1000
-"""Sessions that are open at once; a log-in beyond ends the oldest."""
+"""Sessions that are open at once; a log-in beyond ends the one that was used least recently."""
+
+IDLE_SECONDS = 24 * 3600
+"""Seconds without a request after which a session ends; a page that stands open asks all the time."""
 
 KNOWN_SECONDS = 365 * 24 * 3600
 """Seconds for which a browser that logged in is recognized."""
@@ -94,7 +97,7 @@ class Gate:
 
     def __init__(self, app: ASGIApp, *, password: str | None, read_only: bool) -> None:
         self._app, self._password, self._read_only = app, password, read_only
-        self._sessions: OrderedDict[str, None] = OrderedDict()
+        self._sessions: OrderedDict[str, float] = OrderedDict()
         self._secret = secrets.token_bytes(32)
         self._wrong: dict[str, list[float]] = {}
 
@@ -140,7 +143,11 @@ class Gate:
         return PlainTextResponse("log in first", 401)
 
     def _is_known(self, scope: Scope) -> bool:
-        return _cookie_in(Request({**scope, "type": "http"}), COOKIE) in self._sessions
+        token, now = _cookie_in(Request({**scope, "type": "http"}), COOKIE), time.monotonic()
+        if now - self._sessions.pop(token, float("-inf")) >= IDLE_SECONDS:
+            return False
+        self._sessions[token] = now
+        return True
 
     def _guesser(self, request: Request) -> str:
         """Return who counts as having typed a password: a browser that logged in before, or else an address."""
@@ -187,7 +194,7 @@ class Gate:
             return _login_page(words, onward, words("shell.wrong_password"), 401)
         self._wrong.pop(guesser, None)
         token, browser = secrets.token_urlsafe(32), secrets.token_urlsafe(16)
-        self._sessions[token] = None
+        self._sessions[token] = time.monotonic()
         while len(self._sessions) > MAX_SESSIONS:
             self._sessions.popitem(last=False)
         answer = RedirectResponse(onward, 303)

@@ -18,7 +18,7 @@ from starlette.responses import PlainTextResponse
 from tests.waiting import LIMIT_SECONDS
 from tests.webui.conftest import fill
 from webui.app import FONTS, _mount, build_pages
-from webui.gate import MAX_TRIES, Gate
+from webui.gate import IDLE_SECONDS, MAX_TRIES, Gate
 from webui.pages import PAGES
 from webui.site import LANGUAGES, Site, prefix
 from webui.words import Words
@@ -161,6 +161,18 @@ def test_a_log_out_ends_the_session_of_this_browser_for_whoever_has_its_cookie_a
     assert second.get("/").text == "page"
     # One that the server does not know any more is led to the question, too.
     assert first.post("/logout").headers["location"] == "/login"
+
+
+def test_a_session_ends_after_a_day_without_a_request(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("webui.gate.time.monotonic", lambda: clock[0])
+    visit = visitor(Gate(PlainTextResponse("page"), password=PASSWORD, read_only=False))
+    visit.post("/login", data={"password": PASSWORD})
+    for _ in range(3):
+        clock[0] += 0.9 * IDLE_SECONDS
+        assert visit.get("/").text == "page"
+    clock[0] += IDLE_SECONDS
+    assert [visit.get("/").status_code for _ in range(2)] == [401, 401]
 
 
 def test_guesses_from_an_address_lock_out_no_browser_that_has_logged_in_from_there():
