@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from html import escape
 from typing import Any
 
 import gradio as gr
@@ -63,6 +64,16 @@ paint();
 """
 
 
+NAMING = """
+const run = new URLSearchParams(location.search).get("run");
+if (run) {
+  element.querySelector("h1").textContent = run;
+  document.documentElement.classList.add("runs-one");
+}
+"""
+"""Until the server answers, the page of a run has the run's name, and nothing of the table."""
+
+
 def build(page: gr.Blocks, site: Site, words: Words) -> None:
     """The page."""
     run_name = gr.Textbox("", visible=False)
@@ -93,7 +104,7 @@ def _build_table(
     site: Site, words: Words, kept: gr.BrowserState
 ) -> tuple[gr.Timer, gr.Dropdown, gr.Dropdown, dict[str, Any]]:
     """The table with what finds runs in it; its timer, the fields of tags and columns, and how it is filled."""
-    gr.Markdown(f"# {words('runs.title')}")
+    gr.HTML(f"<h1>{escape(words('runs.title'))}</h1>", padding=False, js_on_load=NAMING)
     with gr.Row(elem_id="runs-find"):
         search = gr.Textbox(
             "", label=words("runs.search"), placeholder=words("runs.search_help"), elem_id="runs-search", min_width=200

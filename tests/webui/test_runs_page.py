@@ -437,6 +437,18 @@ def trained_server(trained_workspace: Path, serve, tmp_path_factory):
 
 
 @pytest.mark.slow
+def test_until_the_server_answers_the_page_of_a_run_has_its_name(trained_server, open_page):
+    from playwright.sync_api import expect
+
+    server, name = trained_server
+    page = open_page(f"{server.url}runs")
+    page.route("**/queue/**", lambda request: None)
+    page.goto(f"{server.url}runs?run={name}")
+    expect(page.get_by_role("heading", name=name)).to_be_visible()
+    expect(page.get_by_text("Devices and queue")).to_be_hidden()
+
+
+@pytest.mark.slow
 def test_from_the_table_to_a_run_with_its_curves_its_log_and_its_recipe(trained_server, open_page):
     server, name = trained_server
     page = open_page(f"{server.url}runs")
