@@ -122,6 +122,20 @@ def test_a_line_without_an_end_is_not_kept(tmp_path):
     assert (reader.num_events, reader.num_broken) == (1, 1)
 
 
+@pytest.mark.parametrize("file", ["log.txt", "launcher.log", "events.jsonl", "ranks/rank-0.json"])
+@pytest.mark.parametrize("what", ["a folder", "a FIFO", "a link"])
+def test_a_run_does_not_write_to_what_is_no_file_of_its_own(file, what, damage, tmp_path):
+    path = tmp_path / "runs" / "bad" / file
+    if what == "a link":
+        path.unlink(missing_ok=True)
+        path.symlink_to(tmp_path / "private")
+        (tmp_path / "private").write_text("mine")
+    else:
+        damage(file, what)
+    with pytest.raises(RunError, match=rf"{file} is not a regular file of the run; remove it"):
+        verbs.resume("runs/bad", ["train.max_steps=9"])
+
+
 @pytest.mark.parametrize("what", ["deep", "a list"])
 def test_a_plan_that_is_none_is_told_by_its_file(what, damage):
     damage("plan.yaml", what)

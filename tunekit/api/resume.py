@@ -15,7 +15,7 @@ from tunekit.runs.available_actions import ENDED_EARLY, has_checkpoints
 from tunekit.runs.events import Event
 from tunekit.runs.run import Run
 from tunekit.runs.small_files import place_of
-from tunekit.training.checkpointing.resume import carry_out, decide
+from tunekit.training.checkpointing.resume import carry_out, check_files, decide
 
 
 def resumed(
@@ -47,6 +47,7 @@ def resumed(
         if not is_same(recipe, run):
             problem = f"{run.path} has a run of another recipe, without a checkpoint"
             raise RunError(problem, hint="set output.dir to a new folder")
+        check_files(run)
         if on_event is not None:
             on_event({"event": "plan", "run": run, "plan": run.plan, "notes": ["starts over: no checkpoint yet"]})
         return run

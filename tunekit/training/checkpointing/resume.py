@@ -12,6 +12,7 @@ from itertools import count
 from pathlib import Path
 
 from tunekit.errors import RunError
+from tunekit.files import leads_out
 from tunekit.planner.plan import Plan
 from tunekit.planner.resume import differences, obstacle, rescheduled
 from tunekit.recipe.edits import Edit, Effect, edits, ruling
@@ -23,6 +24,9 @@ from tunekit.runs.checkpoints.complete import CHECKPOINTS, manifest_of, newest_c
 from tunekit.runs.checkpoints.listing import Found, folders_of, named, newest_weights, steps_of
 from tunekit.runs.events import FINAL_PHASES
 from tunekit.runs.run import Run
+
+WRITTEN = (".txt", ".log", ".jsonl", ".json", ".yaml")
+"""Endings of the files of a run folder that a run writes to."""
 
 LENGTH = ("train.max_steps", "train.num_epochs")
 """Fields that say how long to train."""
@@ -158,6 +162,19 @@ def _check_free(run: Run) -> None:
         if folder.exists() and not os.access(folder, os.W_OK):
             what = f"cannot write to {folder}: it is read-only or owned by another user"
             raise RunError(what, hint=f"make it writable, or copy {run.path} to a writable folder and resume it there")
+    check_files(run)
+
+
+def check_files(run: Run) -> None:
+    """Refuse a folder of which a run would write to what is no file of its own.
+
+    Raises:
+        RunError: A FIFO, on which it would wait, a folder, or a link to a file elsewhere has the name of one.
+    """
+    for file in (*run.path.iterdir(), *run.path.glob("ranks/*")):
+        is_special = not file.is_file() and (file.suffix in WRITTEN or not file.is_dir())
+        if is_special or (file.suffix in WRITTEN and leads_out(file)):
+            raise RunError(f"{file} is not a regular file of the run", hint="remove it, or restore it from a copy")
 
 
 def _chosen(run: Run, name: str | None, *, weights_only: bool) -> tuple[Found, bool]:
