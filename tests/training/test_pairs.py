@@ -379,6 +379,29 @@ def test_the_losses_of_kto_do_not_depend_on_the_micro_batch_and_are_those_of_trl
 
 
 @pytest.mark.slow
+def test_kto_goes_on_with_another_micro_batch(here):
+    """Batches of five rows, four a step, so that what is filled is in another place too."""
+    rows = rows_of(range(5))[1]
+    write(here / "odd.jsonl", rows)
+
+    def of(num_steps, size):
+        train = {
+            "max_steps": num_steps,
+            "micro_batch_size": size,
+            "global_batch_size": 4,
+            "lr_scheduler_type": "constant",
+        }
+        return recipe({"type": "kto"}, data={"train": "odd.jsonl", "eval": None}, train=train)
+
+    whole, part = tunekit.train(of(6, 4)), tunekit.train(of(3, 4))
+    resumed = tunekit.resume(part, ["train.max_steps=6", "train.micro_batch_size=1"])
+    assert losses_of(resumed) == pytest.approx(losses_of(whole), rel=1e-4)
+    assert [event["kl"] for event in logged(resumed)] == pytest.approx(
+        [event["kl"] for event in logged(whole)], rel=1e-3, abs=1e-6
+    )
+
+
+@pytest.mark.slow
 def test_kto_keeps_rows_that_share_a_step_together_in_every_epoch(here, monkeypatch):
     """Each prompt's other answer is that of the row before it in its own step, the last one's too."""
     from trl import KTOTrainer
