@@ -49,7 +49,7 @@ SHOWN: dict[str, Any] = {
     "select": {"type": "point", "fields": ["c"], "toggle": "true"},
     "bind": "legend",
 }
-"""What was clicked in the legend, until it is clicked again: other curves fade. Nothing clicked is all."""
+"""Choice of curves by a click in the legend, until the next one there: the others fade. Without, all are shown."""
 
 FAINT = 0.3
 """Opacity of raw values behind a smoothed curve."""

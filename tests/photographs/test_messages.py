@@ -106,6 +106,7 @@ COMMANDS = {
         plan sft.yaml --on 2xh100 adapter.loraplus_lr_ratio=16 parallel.strategy=zero3
         plan sft.yaml --on h100 train.early_stopping_patience=2
         plan sft.yaml --on h100 train.early_stopping_patience=2 data.eval_size=0.5
+        plan sft.yaml --on 8xh100 parallel.num_processes=8 parallel.strategy=ddp train.global_batch_size=4
         plan dpo.yaml --on 2xh100 parallel.strategy=fsdp2 method.precompute_ref_log_probs=true
         plan sft.yaml --on t4 train.fp8=true
         plan dpo.yaml --on 2xh100 parallel.strategy=zero3 parallel.sp_size=2

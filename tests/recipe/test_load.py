@@ -214,7 +214,7 @@ def test_a_mapping_may_hold_paths_and_tuples_and_is_not_changed() -> None:
 
 
 class Model:
-    """What is called as a loaded model is."""
+    """Stands for a loaded model, which is called too."""
 
     def __call__(self) -> None: ...
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import tunekit
 from tests.tiny import make_tokenizer, save_tiny_model
+from tests.training.by_trl import PLAIN
 from tunekit.api import verbs
 from tunekit.errors import DataError, RecipeError
 from tunekit.runs.run import Run
@@ -347,21 +348,13 @@ def test_the_losses_of_kto_do_not_depend_on_the_micro_batch_and_are_those_of_trl
             per_device_eval_batch_size=4,
             train_sampling_strategy="sequential",
             max_steps=STEPS,
-            optim="sgd",
-            learning_rate=0.5,
-            lr_scheduler_type="constant",
-            max_grad_norm=1e9,
-            max_length=64,
-            beta=0.5,
-            bf16=False,
-            use_cpu=True,
-            logging_steps=1,
             eval_strategy="steps",
             eval_steps=STEPS,
-            report_to="none",
-            gradient_checkpointing=False,
-            disable_tqdm=True,
+            learning_rate=0.5,
+            max_length=64,
+            beta=0.5,
             model_init_kwargs={"dtype": "float32"},
+            **PLAIN,
         ),
         train_dataset=rows["train"],
         eval_dataset=rows["held"],
@@ -380,9 +373,8 @@ def test_the_losses_of_kto_do_not_depend_on_the_micro_batch_and_are_those_of_trl
 
 @pytest.mark.slow
 def test_kto_goes_on_with_another_micro_batch(here):
-    """Batches of five rows, four a step, so that what is filled is in another place too."""
-    rows = rows_of(range(5))[1]
-    write(here / "odd.jsonl", rows)
+    """Of five rows, four a step: the second step of each epoch is filled."""
+    write(here / "odd.jsonl", rows_of(range(5))[1])
 
     def of(num_steps, size):
         train = {
@@ -497,8 +489,9 @@ def test_a_plan_says_what_these_methods_do(here):
 def test_kto_needs_another_row_in_its_step(here):
     with pytest.raises(RecipeError, match=r"train\.global_batch_size: must be at least 2 with method kto"):
         tunekit.train(recipe({"type": "kto"}, train={"global_batch_size": 1}))
-    plan = verbs.plan(recipe({"type": "kto"}), on="8xh100")
-    assert (plan.layout.num_processes, plan.micro_batch_size) == (8, 1)
+    for name in ("kto", "kto apo"):
+        plan = verbs.plan(recipe(METHODS[name]), on="8xh100")
+        assert (plan.layout.num_processes, plan.micro_batch_size) == (8, 1)
 
 
 @pytest.mark.slow

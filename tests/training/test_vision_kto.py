@@ -7,6 +7,7 @@ import torch
 
 import tunekit
 from tests.tiny import saved_weights
+from tests.training.by_trl import PLAIN
 from tests.training.engines import made, work_in, worked
 from tests.vision import FAMILIES, as_trl, is_of_tower, save_rated, save_tiny_vision_model
 from tunekit.errors import DataError
@@ -70,21 +71,13 @@ def trained_by_trl(saved, folder):
             per_device_eval_batch_size=8,
             train_sampling_strategy="sequential",
             max_steps=NUM_STEPS,
-            optim="sgd",
+            eval_strategy="steps",
+            eval_steps=NUM_STEPS,
             learning_rate=RATE,
-            lr_scheduler_type="constant",
-            max_grad_norm=1e9,
             max_length=None,
             beta=BETA,
             desirable_weight=GOOD,
-            bf16=False,
-            use_cpu=True,
-            logging_steps=1,
-            eval_strategy="steps",
-            eval_steps=NUM_STEPS,
-            report_to="none",
-            gradient_checkpointing=False,
-            disable_tqdm=True,
+            **PLAIN,
         ),
         train_dataset=rows,
         eval_dataset=rows,
@@ -229,9 +222,10 @@ def test_rows_too_long_are_left_out_whole(llava, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("loss_type", ["kto", "apo_zero_unpaired"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_two_processes_train_as_one(strategy, llava, tmp_path):
-    sections = {"adapter": "full"}
+def test_two_processes_train_as_one(strategy, loss_type, llava, tmp_path):
+    sections = {"adapter": "full", "method": {"loss_type": loss_type}}
     train = {"optim": "adamw_torch", "learning_rate": 1e-2, "micro_batch_size": 2}
     one = made(recipe(llava, tmp_path / "one", train=train, **sections))
     worked(one)

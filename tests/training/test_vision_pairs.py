@@ -7,6 +7,7 @@ import torch
 
 import tunekit
 from tests.tiny import saved_weights
+from tests.training.by_trl import PLAIN
 from tests.training.engines import made, work_in, worked
 from tests.vision import FAMILIES, as_trl, is_of_tower, save_pairs, save_tiny_vision_model
 from tunekit.errors import DataError
@@ -58,18 +59,10 @@ def trained_by_trl(saved, folder):
             str(folder),
             per_device_train_batch_size=8,
             max_steps=NUM_STEPS,
-            optim="sgd",
             learning_rate=RATE,
-            lr_scheduler_type="constant",
-            max_grad_norm=1e9,
             max_length=None,
             beta=BETA,
-            bf16=False,
-            use_cpu=True,
-            logging_steps=1,
-            report_to="none",
-            gradient_checkpointing=False,
-            disable_tqdm=True,
+            **PLAIN,
         ),
         train_dataset=Dataset.from_list(as_trl(rows, saved / "data", "chosen", "rejected")),
         processing_class=AutoProcessor.from_pretrained(saved / "model"),

@@ -126,7 +126,7 @@ class RememberingKTOTrainer(_Remembering, KTOTrainer):  # type: ignore[misc]
     _kl: Tensor | None = None
     """Their divergence, once it is known."""
     _kl_terms: Iterator[Tensor] | None = None
-    """What TRL computes the divergence from; None where it is one of a batch alone."""
+    """Terms of the difference that TRL takes for the divergence; None where it is one of a batch alone."""
     _is_coupled = False
     """True within a step or an evaluation."""
 
