@@ -501,9 +501,7 @@ class Counts:
     other_weights: list[str] = field(default_factory=list)
 
 
-def judge(
-    state: dict[str, bytes | None], at: int, reference: Reference, folder: Path, counts: Counts, record_end: int
-) -> int:
+def judge(state: dict[str, bytes | None], at: int, reference: Reference, folder: Path, counts: Counts) -> int:
     """Look for the newest checkpoint of a state, count what is found, and return its step; 0 where there is none."""
     write_state(state, folder)
     run, step = folder / "run", max((step for call, step in reference.told if call < at), default=0)
@@ -535,7 +533,7 @@ def judge(
     for path, content in reference.needed.items():
         if state.get(path) != content:
             counts.wrong.append(f"{where}: {path} is not what step {newest.step} was trained with")
-    if at < record_end:
+    if b'"phase": "finished"' not in (state.get("run/status.json") or b""):
         try:
             decide(Run(run), make_plan=lambda _, earlier: earlier, is_here=lambda _: True)
         except TunekitError as error:
@@ -576,7 +574,7 @@ def measure(engine: str, num_states: int | None, num_resumes: int, console: Cons
                     continue
                 seen.add(digest)
                 counts.states += 1
-                step = judge(state, at, reference, folder / "disk", counts, record.num_calls)
+                step = judge(state, at, reference, folder / "disk", counts)
                 if step:
                     by_step.setdefault(step, []).append(state)
         for number in range(num_resumes):

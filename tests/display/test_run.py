@@ -69,3 +69,23 @@ def test_the_summary_of_a_rewarded_run_begins_with_its_reward_and_not_with_a_los
     Console(file=written, width=80).print(summary(result, run))
     labels = [line.split()[0] for line in written.getvalue().splitlines() if line]
     assert labels == [first, "peak", "model"]
+
+
+def test_the_summary_of_processes_that_had_no_step_left_shows_no_waiting(tmp_path):
+    """A run that ends after its last checkpoint, and is resumed."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 64)
+    data, output = {"train": str(tmp_path / "rows.jsonl")}, {"dir": str(tmp_path / "run")}
+    run = Run.create(verbs.plan({"model": "pico", "data": data, "output": output}))
+    rank = {"step_seconds": 0.0, "wait_seconds": 0.0, "peak_memory_bytes": 1}
+    result = {
+        "first_loss": None,
+        "eval_loss": None,
+        "tokens_per_second": None,
+        "ranks": [rank, rank],
+        "peak_memory_bytes": 1,
+        "planned_memory_bytes": 1,
+        "model": "model",
+    }
+    written = io.StringIO()
+    Console(file=written, width=80).print(summary(result, run))
+    assert [line.split()[0] for line in written.getvalue().splitlines() if line] == ["peak", "model"]

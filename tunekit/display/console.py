@@ -58,6 +58,7 @@ BAR_COLUMNS = 40
 LINES = {
     "fused": ("kernels  {message}", "dim"),
     "tracker": ("{name}  {message}", "dim"),
+    "trace": ("tracing a step of {model}, once; the trace is stored", "dim"),
     "warning": ("warning: {message}", "yellow"),
     "stop": ("{message}", "yellow"),
     "early_stop": ("{message}", "yellow"),
@@ -266,7 +267,8 @@ def summary(result: Event, run: Run) -> RenderableType:
         table.add_row("time", _time_words(result))
     if result.get("generation_seconds") is not None:
         table.add_row("generation", _generation_words(result, run.plan.speed))
-    if len(ranks) > 1:
+    # A run that resumed after its last step had none to wait in.
+    if len(ranks) > 1 and all(rank["step_seconds"] for rank in ranks):
         shares = [rank["wait_seconds"] / rank["step_seconds"] for rank in ranks[:MAX_RANKS]]
         waited = ", ".join(f"rank {rank} {share:.0%}" for rank, share in enumerate(shares))
         more = f" ({len(ranks) - MAX_RANKS} more in events.jsonl)" if len(ranks) > MAX_RANKS else ""
