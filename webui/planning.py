@@ -44,7 +44,8 @@ def planned(site: Site, recipe: tunekit.Recipe, machine: str) -> Planned:
     if planned_result is not None and time.monotonic() - made_at < KEPT_SECONDS:
         return planned_result
     try:
-        result: Planned = work.call("plan", recipe, on=None if machine == HERE else machine)
+        # Nobody waits for a trace while a recipe is written.
+        result: Planned = work.call("plan", recipe, on=None if machine == HERE else machine, trace=False)
     except tunekit.TunekitError as error:
         result = error
     with _lock:

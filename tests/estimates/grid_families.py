@@ -23,12 +23,16 @@ MIXTURES = ("flex_olmo", "glm4_moe", "granitemoe", "lfm2_moe", "phimoe", "qwen2_
 HYBRIDS = ("bamba", "falcon_h1", "mamba2", "qwen3_next")
 """Types with layers that carry a state along a row, which torch computes in chunks where their kernels are missing."""
 
-WITHOUT_DROPOUT = {
+OTHERS = {
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv", "conv", "full_attention", "conv", "conv"]},
+    "nemotron": {"num_key_value_heads": 8},
     "gpt2": {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
     "opt": {"dropout": 0.0},
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
 }
-"""Dropout of attention keeps its scores on a CPU, and not on CUDA."""
+"""Settings without which no model can be built, and no dropout: that of attention keeps scores on a CPU, and not on
+CUDA."""
 
 BATCHES = ((1, 512), (4, 512), (6, 1024), (3, 2048), (2, 4096))
 TARGETS = {"bamba": ["in_proj", "q_proj", "v_proj"], "falcon_h1": ["in_proj", "q_proj", "v_proj"]}
@@ -40,7 +44,7 @@ def _drawn(draw: random.Random, family: str) -> Step:
     lora = LoraAdapter(rank=draw.choice([8, 16, 64]), target_modules=TARGETS.get(family, "all-linear"))
     return Step(
         family,
-        tuple({"num_hidden_layers": 8, **WITHOUT_DROPOUT.get(family, {})}.items()),
+        tuple({"num_hidden_layers": 8, **OTHERS.get(family, {})}.items()),
         draw.choice([FullAdapter(), lora]),
         batch,
         length,

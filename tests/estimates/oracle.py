@@ -8,26 +8,14 @@ Optimizer states are added, since they are known: two float32 values for each tr
 allocator's rounding and fragmentation, workspaces of cuBLAS and of the attention kernels, and bitsandbytes' kernels.
 """
 
-import contextlib
-import math
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
-from unittest import mock
 
 import torch
-import transformers.integrations.moe
-import transformers.masking_utils
-import trl.kernels.chunked_logprob as chunked_logprob
 import trl.trainer.utils as trl_head
-from bitsandbytes.functional import QuantState
-from bitsandbytes.nn import Linear4bit
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
-from torch.nn.functional import layer_norm, scaled_dot_product_attention
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -40,7 +28,7 @@ from transformers.integrations import replace_with_bnb_linear
 
 from tunekit.estimates.facts import ModelFacts
 from tunekit.estimates.layout import Layout
-from tunekit.estimates.memory.memory import MemoryEstimate, estimate
+from tunekit.estimates.memory.memory import MemoryEstimate, estimate, with_trace
 from tunekit.estimates.memory.states import Dtype
 from tunekit.estimates.models.model_config import (
     head_dim_of,
@@ -50,10 +38,14 @@ from tunekit.estimates.models.model_config import (
     num_experts_of,
     num_experts_per_token_of,
 )
+from tunekit.estimates.traces import TraceRequest
+from tunekit.models import step_trace
 from tunekit.models.fusion.tiling import _tile
 from tunekit.models.load import freeze_ranks, keep_trained, peft_config, task_of
-from tunekit.models.quantization import Nf4, Stack, expert_stacks, quantization_config, stored_tensors
+from tunekit.models.quantization import quantization_config, stored_tensors
+from tunekit.models.step_trace import LiveBytes, as_on_cuda, materialise, quantize, watch
 from tunekit.planner.decisions.backends import families
+from tunekit.probe.model import sketch_model, stored_config
 from tunekit.recipe.methods.spec import Judged
 from tunekit.recipe.sections.adapters import (
     Adapter,
@@ -64,6 +56,7 @@ from tunekit.recipe.sections.adapters import (
     QloraAdapter,
     num_virtual_tokens,
 )
+from tunekit.recipe.sections.model import ModelSection
 
 
 @dataclass(frozen=True)
@@ -99,14 +92,14 @@ class Step:
         return Step(**{**self.__dict__, "sizes": tuple(sizes.items())})
 
     def __str__(self) -> str:
-        sizes = dict(self.sizes)
-        tied = " tied" if sizes.get("tie_word_embeddings") else ""
+        config = self.config()
+        tied = " tied" if config.tie_word_embeddings else ""
         how = f"{'ckpt' if self.checkpointing else ''}{' accum' if self.accumulates else ''}"
         if isinstance(self.adapter, FullAdapter):
             trained = "full" if self.trained_dtype == "float32" else "full pure"
         else:
             trained = _words(self.adapter)
-        shape = f"{sizes['num_hidden_layers']}x{sizes['hidden_size']} V{sizes['vocab_size'] // 1000}k{tied}"
+        shape = f"{config.num_hidden_layers}x{config.hidden_size} V{config.vocab_size // 1000}k{tied}"
         kind = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}[self.dtype]
         return f"{self.family:11} {shape:18} {trained:11} {kind} {self.batch}x{self.length} {self.rows} {how}".rstrip()
 
@@ -140,81 +133,6 @@ class Trace:
         return max(self.step_bytes, key=self.step_bytes.__getitem__)
 
 
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of every storage that operations make, from then until it is freed or resized to nothing.
-
-    Args:
-        own: Tensors whose storages are not counted.
-    """
-
-    def __init__(self, own: Iterable[torch.Tensor]) -> None:
-        super().__init__()
-        # Kept, since a module may get other storage (bitsandbytes casts a bias in place), and a later one would be
-        # taken for it by its address.
-        self._own = {tensor.untyped_storage()._cdata: (tensor.untyped_storage(), tensor.nbytes) for tensor in own}
-        self.own_bytes = sum(nbytes for _, nbytes in self._own.values())
-        self.live = 0
-        self.peaks: dict[str, int] = {}
-        self.phase = "forward"
-        self._sizes: dict[int, int] = {}
-        self._resizes = mock.patch.object(torch.UntypedStorage, "resize_", self._resized(torch.UntypedStorage.resize_))
-
-    def __enter__(self):
-        self._resizes.start()
-        return super().__enter__()
-
-    def __exit__(self, *problem):
-        self._resizes.stop()
-        return super().__exit__(*problem)
-
-    def enter(self, phase: str) -> None:
-        self.phase = phase
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if DTensor in types or Stack in types:
-            # It computes by operations on what is local, which come here again.
-            return NotImplemented
-        if func is torch.ops._c10d_functional.wait_tensor.default:
-            # It returns what it waited for; its fake returns a new tensor.
-            return args[0]
-        if func is torch.ops.aten.index_put.default:
-            # The backward pass of indexing adds to new zeros in place, but not where anything looks on as this does.
-            func = torch.ops.aten.index_put_.default
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor):
-                self._count(leaf.untyped_storage())
-        self._note()
-        return result
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key in self._own or key in self._sizes:
-            return
-        self._sizes[key] = storage.nbytes()
-        self.live += self._sizes[key]
-        weakref.finalize(storage, self._free, key)
-
-    def _free(self, key: int) -> None:
-        self.live -= self._sizes.pop(key)
-
-    def _note(self) -> None:
-        self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), self.live)
-
-    def _resized(self, resize):
-        """`resize_` of storages, by which FSDP2 frees weights and makes room for them again."""
-
-        def resized(storage: torch.UntypedStorage, size: int):
-            result = resize(storage, size)
-            if storage._cdata in self._sizes:
-                self.live += size - self._sizes[storage._cdata]
-                self._sizes[storage._cdata] = size
-                self._note()
-            return result
-
-        return resized
-
-
 def trace(step: Step) -> Trace:
     """The live bytes of one step. Weights are counted by what they hold, the rest as it comes and goes."""
     with torch.device("meta"):
@@ -241,35 +159,18 @@ def take(
     num_batches: int,
     before_batch: Callable[[bool], None] | None = None,
 ) -> None:
-    """Take a model through the micro-batches of an optimizer step, phase by phase.
-
-    Args:
-        step: The step.
-        model: The model as it is trained.
-        base: The model below its adapter and its wrapping.
-        tracker: Counts what is live.
-        num_batches: How many there are.
-        before_batch: What is called before each, with whether it is the last.
-    """
+    """Take a model through the micro-batches of a step; `before_batch` is called with whether it is the last."""
     ids = torch.zeros(step.batch, step.length, dtype=torch.long)
-    options = {"attention_mask": torch.ones_like(ids)} if step.rows == "padded" else {}
-    if base.config.to_dict().get("router_aux_loss_coef"):
-        # As TRL asks for the loss that balances experts.
-        options["output_router_logits"] = True
-    with tracker:
-        for batch in range(num_batches):
-            if before_batch is not None:
-                before_batch(batch == num_batches - 1)
-            tracker.enter("forward")
-            with torch.autocast("cpu", getattr(torch, step.dtype), enabled=step.autocasts):
-                output = model(input_ids=ids, labels=ids, fused_lm_head=True, use_cache=False, **options)
-            loss = output.loss
-            del output
-            tracker.enter("head")
-            loss.backward()
-            del loss
-        tracker.enter("optimizer")
-        tracker.peaks["optimizer"] = tracker.live
+    step_trace.take(
+        model,
+        base,
+        tracker,
+        ids,
+        attention_mask=torch.ones_like(ids) if step.rows == "padded" else None,
+        autocast_dtype=getattr(torch, step.dtype) if step.autocasts else None,
+        num_batches=num_batches,
+        before_batch=before_batch,
+    )
 
 
 def trace_deep(step: Step) -> Trace:
@@ -346,182 +247,6 @@ def built(step: Step, *, judged: Judged | None = None) -> tuple[torch.nn.Module,
     return model, base
 
 
-def materialise(model: torch.nn.Module) -> None:
-    """Give a model on `meta` tensors on a CPU. What was one parameter under two names is one again."""
-    names: dict[int, str] = {}
-    aliases = {
-        name: names.setdefault(id(parameter), name)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    }
-    model.to_empty(device="cpu")
-    for name, first in aliases.items():
-        module, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(module), leaf, model.get_parameter(first))
-
-
-def quantized(adapter: QloraAdapter, dtype: torch.dtype, *shape: int) -> Nf4:
-    """A weight in 4 bits."""
-    size = math.prod(shape)
-    blocks, code = math.ceil(size / 64), torch.empty(16)
-    absmax, nested = torch.empty(blocks), None
-    if adapter.double_quant:
-        absmax = torch.empty(blocks, dtype=torch.uint8)
-        nested = QuantState(
-            torch.empty(math.ceil(blocks / 256)), code=torch.empty(256), blocksize=256, dtype=torch.float
-        )
-    state = QuantState(
-        absmax, torch.Size(shape), code, blocksize=64, quant_type=adapter.quant_type, dtype=dtype,
-        offset=torch.empty(()) if nested else None, state2=nested,
-    )  # fmt: skip
-    return Nf4(torch.empty(math.ceil(size / 2), 1, dtype=torch.uint8), state)
-
-
-def quantize(model: torch.nn.Module, adapter: QloraAdapter, dtype: torch.dtype) -> None:
-    """Give a model weights in 4 bits where QLoRA has them."""
-    for module in model.modules():
-        if isinstance(module, Linear4bit):
-            weight = quantized(adapter, dtype, module.out_features, module.in_features)
-            # Its own type of parameter cannot be made of a tensor without storage.
-            module.weight = torch.nn.Parameter(weight.packed, requires_grad=False)
-            module.weight.quant_state = module.quant_state = weight.state
-        for name in expert_stacks(module):
-            stack = Stack(quantized(adapter, dtype, *module._parameters[name].shape))
-            setattr(module, name, torch.nn.Parameter(stack, False))
-
-
-def watch(base: PreTrainedModel, tracker: LiveBytes) -> None:
-    """Enter a phase where the gradient of what a layer gave arrives: from there on, that layer's backward runs."""
-
-    def enter_on_gradient(phase: str):
-        def hook(_module, _inputs, output):
-            hidden = output[0] if isinstance(output, tuple) else output
-            if hidden.requires_grad:
-                hidden.register_hook(lambda _gradient: tracker.enter(phase))
-
-        return hook
-
-    decoder = base.get_decoder()
-    layers = decoder.layers
-    for place, layer in enumerate(layers):
-        name = "last layer" if place == len(layers) - 1 else "first layer" if place == 0 else "middle layers"
-        layer.register_forward_hook(enter_on_gradient(name))
-    decoder.embed_tokens.register_forward_hook(enter_on_gradient("embedding"))
-    decoder.norm.register_forward_hook(enter_on_gradient("norm"))
-
-
-class _GroupedMm(torch.autograd.Function):
-    """The product of experts as `torch.nn.functional.grouped_mm` has it: what it makes and saves, not what it computes.
-
-    On tensors without storage torch knows it for bfloat16 only, and the one that transformers has for compilers saves
-    and makes the gradient of a frozen weight too.
-    """
-
-    @staticmethod
-    def forward(ctx, rows, weight):
-        ctx.save_for_backward(
-            *(t if n else None for t, n in zip((rows, weight), ctx.needs_input_grad[::-1], strict=True))
-        )
-        ctx.sizes = rows.shape, weight.shape, weight.transpose(1, 2).is_contiguous()
-        ctx.stack = weight if isinstance(weight, Stack) else None
-        with _made_dense(ctx.stack):
-            return rows.new_empty(rows.shape[0], weight.shape[2])
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (num_rows, inputs), (experts, _, outputs), transposed = ctx.sizes
-        of_rows = of_weight = None
-        if ctx.needs_input_grad[0]:
-            with _made_dense(ctx.stack):
-                of_rows = gradient.new_empty(num_rows, inputs)
-        if ctx.needs_input_grad[1]:
-            shape = (experts, outputs, inputs) if transposed else (experts, inputs, outputs)
-            of_weight = gradient.new_empty(shape)
-            of_weight = of_weight.transpose(1, 2) if transposed else of_weight
-        return of_rows, of_weight
-
-
-@contextlib.contextmanager
-def _made_dense(stack: Stack | None) -> Iterator[None]:
-    """Within it the values of experts in 4 bits are there, as while their product is computed."""
-    values = None if stack is None else stack.dense()
-    yield
-    del values
-
-
-def grouped_mm(rows: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """What transformers calls for the product of experts, which autocast leaves in the type of the weight."""
-    return _GroupedMm.apply(rows.to(weight.dtype), weight)
-
-
-class _Attention(torch.autograd.Function):
-    """Attention whose values are narrower than its keys: on a CPU torch has no fused kernel for it, on CUDA it does."""
-
-    @staticmethod
-    def forward(ctx, query, key, value, mask):
-        batch, heads, length, _ = query.shape
-        output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
-        ctx.save_for_backward(query, key, value, mask, output, query.new_empty(batch, heads, length, dtype=torch.float))
-        return output
-
-    @staticmethod
-    def backward(ctx, gradient):
-        query, key, value, *_ = ctx.saved_tensors
-        return *(gradient.new_empty(t.shape, dtype=t.dtype) for t in (query, key, value)), None
-
-
-def dropout(values: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    """Dropout by one kernel and a mask of bytes, as on CUDA; on a CPU torch draws a mask in the type of the values.
-
-    None at all returns the values themselves on both (aten/src/ATen/native/Dropout.cpp).
-    """
-    return torch.native_dropout(values, p, training)[0] if p else values
-
-
-def _attention(query, key, value, attn_mask=None, **options):
-    if query.shape[-1] == value.shape[-1]:
-        return scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **options)
-    if torch.is_autocast_enabled("cpu"):
-        dtype = torch.get_autocast_dtype("cpu")
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if attn_mask is not None:
-        attn_mask = attn_mask.new_zeros(attn_mask.shape, dtype=query.dtype)
-    return _Attention.apply(query, key, value, attn_mask)
-
-
-def _layer_norm(values, normalized_shape, weight=None, bias=None, eps=1e-5):
-    """Autocast computes it in float32 on CUDA, and on a CPU in the type of its input."""
-    if torch.is_autocast_enabled("cpu"):
-        values, weight, bias = (None if t is None else t.float() for t in (values, weight, bias))
-    return layer_norm(values, normalized_shape, weight, bias, eps)
-
-
-@contextlib.contextmanager
-def as_on_cuda() -> Iterator[None]:
-    """Where code looks at the device or at values, make it do what it does on CUDA with real tensors."""
-    apply, is_autocast_enabled = chunked_logprob.ChunkedLogProbFunction.apply, torch.is_autocast_enabled
-
-    def compacted(hidden, *rest):
-        # Indexing by the mask copies, also where taking a view would do.
-        return apply(hidden.clone() if hidden._base is not None else hidden, *rest)
-
-    with (
-        # A fake tensor has no values to find documents in; even rows hold one each.
-        mock.patch.object(transformers.masking_utils, "find_packed_sequence_indices", lambda *_args, **_kwargs: None),
-        mock.patch.object(transformers.integrations.moe, "_grouped_mm", grouped_mm),
-        mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _attention),
-        mock.patch.object(torch.nn.functional, "dropout", dropout),
-        mock.patch.object(torch.nn.functional, "layer_norm", _layer_norm),
-        # Without a device it asks of CUDA.
-        mock.patch.object(torch, "is_autocast_enabled", lambda device="cpu": is_autocast_enabled(device)),
-        # Triton's kernels fold a tile in place, and cuBLAS adds to float32 without casts.
-        mock.patch.object(chunked_logprob, "_forward_tile", lambda *_args, **_kwargs: None),
-        mock.patch.object(chunked_logprob, "_backward_tile", lambda *_args, **_kwargs: None),
-        mock.patch.object(chunked_logprob, "_addmm_fp32", lambda *_args: None),
-        mock.patch.object(trl_head, "_ChunkedLogProbFunction", mock.Mock(apply=compacted)),
-    ):
-        yield
-
-
 def facts_of(step: Step) -> ModelFacts:
     """Facts as a probe reads them from the model's files."""
     config = step.config()
@@ -550,9 +275,31 @@ def facts_of(step: Step) -> ModelFacts:
     )
 
 
-def estimate_of(step: Step, layout: Layout = Layout()) -> MemoryEstimate:  # noqa: B008 (frozen)
-    """What the planner says of a step on accelerators."""
-    facts = facts_of(step)
+def traced_facts_of(step: Step) -> ModelFacts:
+    """Facts as a plan with a trace has them: from a config.json, and from a trace of rows of the same length."""
+    with TemporaryDirectory() as folder:
+        config = step.config()
+        config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
+        config.save_pretrained(folder)
+        section = ModelSection(path=folder)
+        request = TraceRequest(
+            config=stored_config(section),
+            adapter=step.adapter,
+            dtype=step.dtype,
+            trained_dtype=step.trained_dtype,
+            length=step.length,
+            attention="eager" if step.family in families()["without_sdpa"] else "sdpa",
+        )
+        return with_trace(sketch_model(section), request, step_trace.trace_step(request))
+
+
+def estimate_of(
+    step: Step,
+    layout: Layout = Layout(),  # noqa: B008 (frozen)
+    facts: ModelFacts | None = None,
+) -> MemoryEstimate:
+    """What the planner says of a step on accelerators, from facts of its model. Default: those of its configuration."""
+    facts = facts or facts_of(step)
     length = step.length + num_virtual_tokens(step.adapter)
     mask_length = length if step.rows == "padded" else None
     slides = facts.sliding_window is not None and length >= facts.sliding_window

@@ -43,7 +43,7 @@ from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 from trl.models.utils import prepare_fsdp
 
 import tunekit.methods.logit_distance
-from tests.estimates.oracle import LiveBytes, Step, Trace, as_on_cuda, built, drawn_deep, facts_of, watch
+from tests.estimates.oracle import Step, Trace, built, drawn_deep, facts_of
 from tests.estimates.oracle_shards import ShardedStep, fake_accelerator, fake_processes, local
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.memory import MemoryEstimate, estimate
@@ -55,6 +55,7 @@ from tunekit.methods.logit_distance import TILE_PIECES
 from tunekit.methods.prm import PRMTrainer
 from tunekit.methods.run_trainer import run_trainer
 from tunekit.methods.sdft import SDFTTrainer
+from tunekit.models.step_trace import LiveBytes, as_on_cuda, watch
 from tunekit.recipe.methods import Method
 from tunekit.recipe.methods.distillation import DistillationMethod
 from tunekit.recipe.methods.dpo import DPOMethod

@@ -25,10 +25,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.estimates.oracle import LiveBytes, Step, Trace, as_on_cuda, built, drawn_deep, quantized, take, watch
+from tests.estimates.oracle import Step, Trace, built, drawn_deep, take
 from tunekit.estimates.layout import Layout
 from tunekit.models.quantization import SHARDED, Stack, expert_stacks
 from tunekit.models.sharded_4bit import divide_bytes, scales_of_sharded
+from tunekit.models.step_trace import LiveBytes, as_on_cuda, quantized, watch
 from tunekit.recipe.sections.adapters import QloraAdapter
 
 NUM_BATCHES = 3

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedModel
 
-from tests.estimates.oracle import LiveBytes, Trace, as_on_cuda, materialise, watch
+from tests.estimates.oracle import Trace
 from tunekit.estimates.facts import ModelFacts
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.memory import MemoryEstimate, estimate
@@ -27,6 +27,7 @@ from tunekit.estimates.memory.pictures import PictureLoad
 from tunekit.estimates.memory.states import Dtype
 from tunekit.models.documents import tell_documents_apart
 from tunekit.models.load import attach_adapter, keep_trained
+from tunekit.models.step_trace import LiveBytes, as_on_cuda, materialise, watch
 from tunekit.models.towers import towers
 from tunekit.probe.model import sketch_model
 from tunekit.recipe.sections.adapters import Adapter, FullAdapter

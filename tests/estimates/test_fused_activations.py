@@ -4,11 +4,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.estimates.oracle import LiveBytes, Step, facts_of
+from tests.estimates.oracle import Step, facts_of
 from tunekit.estimates.memory.activations import activation_bytes_per_layer, layers_of, products_of
 from tunekit.estimates.models.model_config import model_types
 from tunekit.models.fusion.fuse import fuse
 from tunekit.models.load import keep_trained, peft_config
+from tunekit.models.step_trace import LiveBytes
 from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
 
 ADAPTERS = {

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from tests.estimates.oracle import LiveBytes
 from tests.estimates.shapes import LLAMA_1B, LLAMA_8B
 from tunekit.estimates.memory.activations import head_of, products_of
 from tunekit.kernels import linear_ce as module
+from tunekit.models.step_trace import LiveBytes
 from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
 
 TOKENS = 8200

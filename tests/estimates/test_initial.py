@@ -7,12 +7,13 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from tests.estimates.oracle import LiveBytes, Step, facts_of
+from tests.estimates.oracle import Step, facts_of
 from tests.estimates.shapes import LLAMA_1B
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.memory import estimate
 from tunekit.estimates.memory.states import initial_bytes, num_trainable_params, trained_bytes, trained_tensors
 from tunekit.models.initial import Document, see_inputs
+from tunekit.models.step_trace import LiveBytes
 from tunekit.recipe.sections.adapters import LoraAdapter, QloraAdapter
 
 SIZES = {

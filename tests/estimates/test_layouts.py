@@ -132,8 +132,8 @@ def test_ddp_holds_gradients_twice():
 def test_accelerate_leaves_ddp_with_buckets_of_its_own(tmp_path):
     from accelerate import DistributedDataParallelKwargs
 
-    from tests.estimates.oracle import LiveBytes
     from tests.threads import in_threads
+    from tunekit.models.step_trace import LiveBytes
 
     assert not DistributedDataParallelKwargs().gradient_as_bucket_view
     model = torch.nn.Sequential(*[torch.nn.Linear(256, 256, bias=False) for _ in range(4)])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.estimates.grid import SHAPES
-from tests.estimates.oracle import Step, dropout, estimate_of, trace
+from tests.estimates.oracle import Step, estimate_of, trace
 from tests.estimates.shapes import LLAMA_1B, LLAMA_8B
 from tunekit.estimates.facts import ModelFacts
 from tunekit.estimates.layout import Layout
@@ -16,6 +16,7 @@ from tunekit.estimates.memory.memory import estimate
 from tunekit.estimates.memory.states import BYTES, num_live_layers
 from tunekit.models.fake_quantization import to_fake_quantized
 from tunekit.models.load import freeze_ranks, peft_config
+from tunekit.models.step_trace import dropout
 from tunekit.recipe.sections.adapters import (
     AdaloraAdapter,
     FullAdapter,

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers.integrations.moe as moe
 
-from tests.estimates.oracle import LiveBytes, dropout, grouped_mm
+from tunekit.models.step_trace import LiveBytes, dropout, grouped_mm
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["outputs first", "inputs first"])

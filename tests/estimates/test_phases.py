@@ -106,7 +106,7 @@ def test_an_optimizer_that_takes_all_parameters_at_once_copies_them(optim, copie
 def test_foreach_adamw_makes_one_temporary_value_a_parameter():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from tests.estimates.oracle import LiveBytes
+    from tunekit.models.step_trace import LiveBytes
 
     with FakeTensorMode():
         weights = [torch.nn.Parameter(torch.empty(256, 256)) for _ in range(8)]

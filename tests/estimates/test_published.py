@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy, linear
 
-from tests.estimates.oracle import LiveBytes
 from tests.estimates.published import LOGITS, error, print_errors, rows
+from tunekit.models.step_trace import LiveBytes
 
 
 def marked(row):

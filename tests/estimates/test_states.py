@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
-from tests.estimates.oracle import LiveBytes
 from tests.estimates.shapes import LAPTOP, LLAMA_8B
 from tests.estimates.test_memory import TOKENS, build, facts_of, saved_bytes
 from tests.tiny import make_tokenizer, save_tiny_model_with_vision
@@ -33,6 +32,7 @@ from tunekit.methods import sft
 from tunekit.methods.arguments import Parts
 from tunekit.models.load import attach_adapter, keep_trained, load_model
 from tunekit.models.quantization import Stack
+from tunekit.models.step_trace import LiveBytes
 from tunekit.planner.resolve import resolve
 from tunekit.probe.model import probe_model
 from tunekit.recipe.schema import Recipe

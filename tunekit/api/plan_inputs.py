@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from tunekit.api.traces import Tracing, trace_model
 from tunekit.data.formats.row_formats import learner_of
 from tunekit.data.sources.load import LoadedData, load_data
 from tunekit.data.tokenization.first_rows import check_first_rows
@@ -27,6 +28,7 @@ from tunekit.recipe.methods import has_teacher
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.model import ModelSection
 from tunekit.runs.available_actions import ENDED_EARLY, can_go_on
+from tunekit.runs.events import Event
 from tunekit.runs.fingerprints import continued, settled
 from tunekit.runs.kept_inputs import with_inputs_of
 from tunekit.runs.prepared_data import absolute, counted_facts
@@ -56,6 +58,8 @@ class Lookup:
         here: Hardware | None = None,
         *,
         shares_disk: bool = True,
+        tracing: Tracing = "stored",
+        on_event: Callable[[Event], None] | None = None,
     ) -> None:
         """Find the machines.
 
@@ -64,10 +68,13 @@ class Lookup:
             look: How facts of a model are found.
             here: Hardware of this machine. Default: probed.
             shares_disk: Whether what that writes is on the disk of the machine that asks.
+            tracing: Models of whose step a trace is made.
+            on_event: Called before one is made.
 
         Raises:
             PlanError: There is no such machine.
         """
+        self._tracing, self._on_event = tracing, on_event
         self._machines = {name: find_machine(name) for name in machines if name is not None}
         self._here = here
         self._shares_disk = shares_disk
@@ -103,6 +110,10 @@ class Lookup:
         if key not in self._models:
             self._models[key] = self._look(section)
         return self._models[key]
+
+    def traced_model(self, recipe: Recipe, hardware: Hardware) -> ModelFacts:
+        """Facts of a recipe's model, whose estimates a trace corrects where there is one."""
+        return trace_model(self.model(recipe.model), recipe, hardware, self._tracing, self._on_event)
 
     def teacher(self, recipe: Recipe) -> ModelFacts | None:
         """Facts of the model that a recipe's learns from; None where there is none.
@@ -153,10 +164,10 @@ class Lookup:
             model: The model where it is known already.
         """
         recipe = continued(recipe)
-        model = model or self.model(recipe.model)
-        data = counted_facts(recipe, self.data(recipe))
+        known, data = model or self.model(recipe.model), counted_facts(recipe, self.data(recipe))
         self._check_first_rows(recipe)
         hardware = self.hardware_for(recipe, machine)
+        model = trace_model(known, recipe, hardware, self._tracing, self._on_event)
         return resolve(recipe, hardware, model, data, self.records, self.teacher(recipe))
 
     def plan_or_error(self, recipe: Recipe, machine: str | None, model: ModelFacts | None = None) -> Planned:

@@ -55,11 +55,11 @@ def resumed(
     planned = run.recipe.parallel.num_processes
     if started > 1 and started not in (planned, run.plan.layout.num_processes):
         overrides = (*override_words(overrides), f"parallel.num_processes={started}")
-    lookup = Lookup([None], probe_model)
+    lookup = Lookup([None], probe_model, tracing="unknown", on_event=on_event)
 
     def make_plan(recipe: Recipe, earlier: Plan) -> Plan:
         hardware = for_hosts(recipe, nodes)[1] if nodes else lookup.hardware(None)
-        model, teacher = lookup.model(recipe.model), lookup.teacher(recipe)
+        model, teacher = lookup.traced_model(recipe, hardware), lookup.teacher(recipe)
         return resolve(recipe, hardware, model, earlier.data, lookup.records, teacher)
 
     def is_here(plan: Plan) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunekit.api.plan_inputs import Lookup, run_of
 from tunekit.api.resume import resumed
+from tunekit.api.traces import Tracing
 from tunekit.data.formats.row_formats import learner_of
 from tunekit.data.prepare import Progress
 from tunekit.data.reports.good_rows import CopiedRows, InvalidRow, copy_good_rows
@@ -79,6 +80,8 @@ def plan(
     train_dataset: RowData | None = None,
     eval_dataset: RowData | None = None,
     on: str | None = None,
+    trace: bool | None = None,
+    on_event: Callable[[Event], None] | None = None,
 ) -> Plan:
     """Plan a recipe. Reads the rows and the model's headers; loads neither weights nor torch.
 
@@ -96,12 +99,18 @@ def plan(
         train_dataset: Rows to train on instead of `data.train`, as for `train`.
         eval_dataset: The same instead of `data.eval`.
         on: Another machine than this one: `h200`, `8xh100`, `2x8xrtx5090`, or a YAML file that describes one.
+        trace: Trace a step of the model in a process of its own, without weights, and correct the memory formulas by
+            it: True for any model, None for those whose type the formulas do not know, on accelerators, False to use
+            stored traces alone. A trace takes seconds to minutes, once.
+        on_event: Called before a trace is made.
 
     Raises:
-        TunekitError: The recipe, the model or the data has a fault, there is no such machine, or nothing fits it.
+        TunekitError: The recipe, the model or the data has a fault, there is no such machine, nothing fits it, or the
+            model cannot be traced and `trace` is True.
     """
     recipe, _ = read_recipe(source, overrides, train_dataset=train_dataset, eval_dataset=eval_dataset)
-    return Lookup([on]).plan(recipe, on)
+    tracing: Tracing = "unknown" if trace is None else "all" if trace else "stored"
+    return Lookup([on], tracing=tracing, on_event=on_event).plan(recipe, on)
 
 
 def compare_plans(source: Source, overrides: AnyOverrides = (), *, on: Sequence[str]) -> dict[str, Plan | PlanError]:
@@ -205,7 +214,7 @@ def check(
         TunekitError: There is a fault.
     """
     recipe, _ = read_recipe(source, overrides, train_dataset=train_dataset, eval_dataset=eval_dataset)
-    return check_recipe(recipe, Lookup([None], probe_model))[1]
+    return check_recipe(recipe, Lookup([None], probe_model, tracing="unknown"))[1]
 
 
 def check_recipe(recipe: Recipe, lookup: Lookup) -> tuple[Plan, list[str]]:
@@ -466,11 +475,11 @@ def make_run(
         recipe = with_started(recipe, os.environ)
     recipe = continued(recipe)
     _refuse_untrainable(recipe)
-    lookup = Lookup([None], probe_model, here=hardware, shares_disk=shares_disk)
+    lookup = Lookup([None], probe_model, here=hardware, shares_disk=shares_disk, tracing="unknown", on_event=on_event)
     planned = lookup.plan(recipe)
     if shares_disk:
         _check_disk(planned)
-    data, model = lookup.data(recipe), lookup.model(recipe.model)
+    data = lookup.data(recipe)
     _check_rewards(recipe, data)
     words = StringIO()
     with library_words_to(words):
@@ -478,6 +487,7 @@ def make_run(
         make = prepare if recipe.method.spec.trains_on == "tokens" else prepare_rows
         prepared: PreparedData | PreparedRows = make(recipe, data, _progress_to(on_event))
         hardware, teacher = lookup.hardware_for(recipe), lookup.teacher(recipe)
+        model = lookup.traced_model(recipe, hardware)
         final = resolve(record(recipe, data), hardware, model, prepared.facts, lookup.records, teacher)
         if shares_disk:
             _check_disk(final)

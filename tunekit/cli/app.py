@@ -147,16 +147,21 @@ def plan(
         Literal["length", "batch", "model"] | None,
         Option(help="Find the largest micro-batch, data.max_length or well-known models that fit."),
     ] = None,
+    trace: Annotated[
+        bool, Option("--trace", help="Trace a step of the model on tensors without storage, and correct the formulas.")
+    ] = False,
     as_json: Annotated[bool, Option("--json", help="Print recipe and plan as JSON.")] = False,
 ) -> None:
     """Show how a recipe would run, on this or another machine, and why."""
     from tunekit.api import verbs
     from tunekit.display import plan as display_plan
-    from tunekit.display.console import make_console
+    from tunekit.display.console import Progress, make_console, make_error_console
     from tunekit.planner.variants import read_values
 
     if sweep and fit:
         raise TunekitError("--sweep and --fit exclude each other", hint="pass one of them")
+    if trace and (sweep or fit or (on and len(on) > 1)):
+        raise TunekitError("--trace is for one plan", hint="trace the recipe on one machine; the trace is stored")
     source, notes = _load(recipe, overrides)
     document: dict[str, Any]
     drawn: RenderableType
@@ -168,7 +173,8 @@ def plan(
         document = {"recipe": source.model_dump(mode="json"), "plans": {name: _plain(p) for name, p in plans.items()}}
         drawn = display_plan.comparison_table(plans)
     else:
-        resolved = verbs.plan(source, on=on[0] if on else None)
+        progress = Progress(make_error_console())
+        resolved = verbs.plan(source, on=on[0] if on else None, trace=trace or None, on_event=progress)
         document, drawn = resolved.to_dict(), display_plan.plan_view(resolved)
     if as_json:
         cli.print_json(document)

@@ -32,6 +32,7 @@ from tunekit.estimates.memory.experts import (
 from tunekit.estimates.models.model_config import model_types, read_past_of
 from tunekit.estimates.models.rope import Rope, scaled
 from tunekit.estimates.models.towers import Part, Tower, is_unread, part_of
+from tunekit.estimates.traces import Deviations
 from tunekit.recipe.methods.spec import Judged
 from tunekit.recipe.sections.adapters import (
     Adapter,
@@ -506,6 +507,10 @@ class ModelFacts(Facts):
 
     num_read_tower_layers: int | None = None
     """Layers of its vision tower whose outputs are read; None where all are, with the norm behind them."""
+    deviations: Deviations | None = None
+    """Bytes by which a trace of its step exceeds the formulas; None where it was not traced."""
+    why_untraced: str | None = None
+    """Reason that a model that the formulas do not know was not traced."""
 
     def loaded_for(self, section: ModelSection) -> ModelSection:
         """Return what transformers loads for a recipe's model section."""

@@ -230,6 +230,16 @@ def _sketch(model: ModelSection) -> ModelFacts:
         return known_model(model.path)
 
 
+def stored_config(section: ModelSection) -> Mapping[str, Any] | None:
+    """Return the config.json of a model: of its folder, of what was fetched of it, or of tunekit's own table."""
+    local = Path(model_folder(section))
+    folder = local if local.is_dir() else fetched_folder(section)
+    if folder is not None and (folder / "config.json").is_file():
+        return _read_config(folder, section.path)
+    known = known_models().get(section.path)
+    return None if known is None else known.config
+
+
 def known_model(name: str) -> ModelFacts:
     """Facts of a well-known model from tunekit's own table."""
     entry = known_models()[name]
@@ -271,7 +281,7 @@ def _built_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]] | No
     from huggingface_hub.errors import StrictDataclassError
 
     try:
-        settings = _as_config_class(config)
+        settings = config_class(config)
         if settings is None:
             return None
         with _without_warnings():
@@ -318,7 +328,7 @@ def _is_of_transformers(config: Mapping[str, Any]) -> bool:
     return config.get("model_type") in CONFIG_MAPPING
 
 
-def _as_config_class(config: Mapping[str, Any]) -> "PretrainedConfig | None":
+def config_class(config: Mapping[str, Any]) -> "PretrainedConfig | None":
     """Return a config.json as transformers' class of its type; None where transformers does not know the type."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -473,7 +483,7 @@ def _nested(config: dict[str, Any]) -> dict[str, Any]:
 
     Qwen2-VL's and Qwen2.5-VL's on the hub have its settings beside the others.
     """
-    settings = _as_config_class(config)
+    settings = config_class(config)
     text = None if settings is None else settings.to_dict().get("text_config")
     return config if text is None else {**config, "text_config": text}
 
@@ -564,7 +574,7 @@ def _tower(config: Mapping[str, Any]) -> Tower | None:
         return None
     if is_known(config):
         return tower_of(complete(config))
-    settings = _as_config_class(config)
+    settings = config_class(config)
     return None if settings is None else tower_of(settings.to_dict())
 
 
@@ -572,7 +582,7 @@ def _num_read_layers(config: Mapping[str, Any]) -> int | None:
     """Return the number of layers of a vision tower whose outputs are read; None where all are."""
     if "vision_config" not in config or ("vision_feature_layer" not in config and is_known(config)):
         return None
-    settings = _as_config_class(config)
+    settings = config_class(config)
     return None if settings is None else num_read_layers(settings.to_dict())
 
 
@@ -647,7 +657,7 @@ def _by_config_class(config: Mapping[str, Any], name: str) -> Any:
     from huggingface_hub.errors import StrictDataclassError
 
     try:
-        return getattr(_as_config_class(config), name, None)
+        return getattr(config_class(config), name, None)
     except (RuntimeError, TypeError, ValueError, StrictDataclassError):
         return None
 

@@ -28,6 +28,7 @@ from tunekit.estimates.memory.pictures import PictureBytes, PictureLoad, counts,
 from tunekit.estimates.memory.sharding import fsdp2_kept, fsdp2_needs, units_of, zero_kept, zero_needs
 from tunekit.estimates.memory.states import BYTES, PHASE_WORDS, Dtype, Kept, Need, Phase
 from tunekit.estimates.passes import SFT, Passes, method_needs, with_reference
+from tunekit.estimates.traces import Deviation, Deviations, Line, PhaseBytes, StepTrace, TraceRequest
 from tunekit.recipe.methods import is_rewarded
 from tunekit.recipe.methods.spec import HeadKind
 from tunekit.recipe.schema import Recipe
@@ -51,9 +52,9 @@ what a vision tower makes of them; `reference`: a second model, one to compare
 with or to learn from; `vllm`: the share of vLLM; `context`: the process besides tensors, libraries or the CUDA context;
 `reserve`: memory that the allocator takes and no tensor uses."""
 
-Confidence = Literal["traced", "closed form", "outside the model"]
-"""Reliability of an estimate: formulas compared with a trace of the real modules, formulas that were not, or formulas
-of another kind of model for want of its own."""
+Confidence = Literal["traced", "model traced", "closed form", "outside the model"]
+"""Reliability of an estimate: formulas compared with traces of the real modules, formulas that a trace of this model's
+step corrected, formulas that were not compared, or formulas of another kind of model for want of its own."""
 
 RESERVE_SHARE = {"cpu": 0.0, "cuda": 0.03}
 """Memory that the allocator holds beyond the tensors, as a share of them, where no recorded run says better: the lower
@@ -168,6 +169,8 @@ def estimate(
         num_gathered=num_tokens if layout.cp_size > 1 else 0,
         mlp_tile_tokens=mlp_tile_tokens,
     )
+    if model.deviations is not None:
+        layers = _corrected(layers, model.deviations, mine, recomputes=gradient_checkpointing)
     num_live = states.num_live_layers(shard, adapter)
     layers = replace(layers, kept=math.ceil(layers.kept * num_live / shard.num_layers))
     offloaded = num_live * layers.stream if activation_offloading else 0
@@ -253,6 +256,75 @@ def estimate(
         offloaded_bytes=offloaded,
         confidence=_confidence(model, adapter, layout, passes, qat, offloads=offloaded > 0),
         is_fused=products.fused,
+    )
+
+
+def with_trace(model: ModelFacts, request: TraceRequest, trace: StepTrace) -> ModelFacts:
+    """Return a model whose estimates are corrected by what a trace of its step found."""
+    window = model.sliding_window
+    slides = window is not None and request.length >= window
+
+    def phases_of(num_tokens: int, *, passing: int, recomputes: bool) -> Mapping[Phase, int]:
+        """By the formulas, with so much in the forward pass of the layers beyond what they keep."""
+        line = Line((0, 1), (Deviation(passing=passing), Deviation(passing=passing)))
+        return estimate(
+            model.model_copy(update={"deviations": Deviations(request.length, line, line)}),
+            request.adapter,
+            device="cuda",
+            dtype=request.dtype,
+            optim="adamw_torch_fused",
+            trained_dtype=request.trained_dtype,
+            num_tokens=num_tokens,
+            mask_length=None,
+            sliding_mask_length=request.length if slides else None,
+            gradient_checkpointing=recomputes,
+            accumulates=False,
+            layout=Layout(),
+            devices_per_node=1,
+            reserve_share=0.0,
+            scores_length=request.length if request.attention == "eager" else None,
+        ).phases
+
+    def deviation(traced: PhaseBytes, num_tokens: int, *, recomputes: bool) -> Deviation:
+        formulas = phases_of(num_tokens, passing=0, recomputes=recomputes)
+        # With more than the head can have, that phase is what is kept, and it.
+        after_layers = phases_of(num_tokens, passing=_TOO_MUCH, recomputes=recomputes)["forward"] - _TOO_MUCH
+        kept = traced.head - formulas["head"]
+        return Deviation(
+            passing=max(0, traced.layers - after_layers - kept),
+            kept=kept,
+            forward=traced.forward - formulas["forward"] - kept,
+            last=traced.last - formulas["last layer"] - kept,
+            first=traced.first - formulas["first layer"],
+        )
+
+    def line(traced: tuple[PhaseBytes, PhaseBytes], *, recomputes: bool) -> Line:
+        few, more = (num_rows * request.length for num_rows in request.num_rows)
+        ends = deviation(traced[0], few, recomputes=recomputes), deviation(traced[1], more, recomputes=recomputes)
+        return Line((few, more), ends)
+
+    recomputed = None if trace.recomputed is None else line(trace.recomputed, recomputes=True)
+    found = Deviations(request.length, line(trace.kept, recomputes=False), recomputed)
+    return model.model_copy(update={"deviations": found})
+
+
+_TOO_MUCH = 2**60
+
+
+def _corrected(layers: Layers, deviations: Deviations, num_tokens: int, *, recomputes: bool) -> Layers:
+    """Return the layers of a micro-batch with what the formulas lack of them."""
+    line = deviations.recomputed if recomputes else deviations.kept
+    if line is None:
+        return layers
+    found = line.at(num_tokens)
+    return replace(
+        layers,
+        kept=layers.kept + found.kept,
+        forward_only=layers.forward_only + found.forward,
+        passing=found.passing,
+        recomputed=layers.recomputed + found.last,
+        first=layers.first + found.first,
+        leading=layers.leading + found.first,
     )
 
 
@@ -363,10 +435,16 @@ def _confidence(
     unknown = "audio" in passes.media or (
         "image" in passes.media and (model.tower is None or not counts(model.tower, adapter))
     )
-    if not is_traced(model) or unknown:
+    if unknown or not (is_traced(model) or model.deviations is not None):
         return "outside the model"
     if qat is not None:
         return "closed form"
+    alone = (
+        layout.tp_size == layout.ep_size == layout.cp_size == layout.sp_size == 1
+        and layout.offload_param_device == "none"
+    )
+    if model.deviations is not None and alone and not offloads and passes.method == "sft" and not passes.media:
+        return "model traced"
     compares = passes.teacher is not None or passes.compares_with_itself
     if offloads or compares or isinstance(adapter, QloraAdapter) or states.token_rows(model, adapter):
         return "closed form"
@@ -375,10 +453,6 @@ def _confidence(
     if isinstance(adapter, LoraAdapter) and adapter.modules_to_save and layout.strategy not in ("single", "ddp"):
         # Tables that are trained beside an adapter are counted on one device only as they are traced.
         return "closed form"
-    alone = (
-        layout.tp_size == layout.ep_size == layout.cp_size == layout.sp_size == 1
-        and layout.offload_param_device == "none"
-    )
     traced: tuple[str, ...] = () if model.num_experts else ("single", "ddp")
     if passes.media:
         # Towers are traced on one device, below supervised fine-tuning.

@@ -36,6 +36,7 @@ from tunekit.estimates.models.towers import Part, Tower, part_of
 from tunekit.estimates.passes import Passes, method_words, steps_per_epoch
 from tunekit.estimates.throughput.speed import Speed
 from tunekit.estimates.throughput.step import COLLATED_TOKENS_PER_SECOND, PERCENT, workers_for
+from tunekit.estimates.traces import Deviations, Line
 from tunekit.kernels.chunks import chunk_rows
 from tunekit.planner.decisions.published import base_cost, base_words
 from tunekit.planner.plan import VLLM, Plan, Reason, Schedule, count, gib, used_of
@@ -327,6 +328,10 @@ def model_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
     active = f", {count(model.num_active_params)} active" if model.num_experts else ""
     why = f"{model.architecture}, {count(model.num_params)} parameters{active}: {shape}"
     yield Reason(topic="model", choice=model.path, why=why + WITHOUT_WEIGHTS[model.known_from])
+    if model.deviations is not None:
+        yield _trace_reason(model.deviations)
+    elif model.why_untraced is not None:
+        yield Reason(topic="trace", choice="none", why=model.why_untraced)
     if model.num_tower_params:
         yield _tower_reason(recipe.adapter, model)
     if model.origin is not None:
@@ -342,6 +347,20 @@ def model_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
             else "the latest commit when the run is created"
         )
         yield Reason(topic="code", choice=f"remote code of the model, {at}", why="model.trust_remote_code is true")
+
+
+def _trace_reason(deviations: Deviations) -> Reason:
+    """Tell how far the formulas for the layers are from a trace of the step."""
+    num_tokens = deviations.kept.num_tokens[1]
+
+    def words(line: Line) -> str:
+        kept = line.at(num_tokens).kept
+        return f"{gib(abs(kept))} {'more' if kept >= 0 else 'less'}"
+
+    why = f"the real modules on tensors without storage: layers keep {words(deviations.kept)} than by the formulas"
+    if deviations.recomputed is not None:
+        why += f", {words(deviations.recomputed)} with gradient checkpointing"
+    return Reason(topic="trace", choice=f"a step of {num_tokens:,} tokens", why=why)
 
 
 def _tower_reason(adapter: Adapter, model: ModelFacts) -> Reason:
@@ -836,7 +855,7 @@ def why_unchecked(model: ModelFacts, max_length: int) -> str | None:
         max_length: Tokens of the longest row.
     """
     outside = []
-    if not is_traced(model):
+    if not is_traced(model) and model.deviations is None:
         outside.append(f"{model.model_type} (verified: {', '.join(sorted(model_types().traced))})")
     if model.num_params > CHECKED_PARAMS:
         outside.append(f"{count(model.num_params)} parameters (verified: up to {count(CHECKED_PARAMS)})")
