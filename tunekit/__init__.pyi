@@ -8,6 +8,7 @@ from tunekit.api.devices import devices as devices
 from tunekit.api.notebook import ui as ui
 from tunekit.api.own_loop import trainer as trainer
 from tunekit.api.rerun import rerun as rerun
+from tunekit.api.verbs import advise as advise
 from tunekit.api.verbs import check as check
 from tunekit.api.verbs import compare_plans as compare_plans
 from tunekit.api.verbs import data_report as data_report

@@ -23,6 +23,7 @@ def plan_html(plan: tunekit.Plan, words: Words) -> str:
     parts = [
         f"<p class='plan-headline'>{escape(_headline(plan, words))}</p>",
         _figures(plan, words),
+        _advice(plan, words),
         _bar(plan, words),
         _legend(plan, words),
         _table(
@@ -45,6 +46,15 @@ def plan_html(plan: tunekit.Plan, words: Words) -> str:
         )
     )
     return f"<article class='plan-view'>{''.join(parts)}</article>"
+
+
+def _advice(plan: tunekit.Plan, words: Words) -> str:
+    """Render the better recipes for the machine, where there are any."""
+    return "".join(
+        f"<p class='plan-first'>{escape(words('plan.advice'))} "
+        f"<span lang='en'><code>{escape(reason.choice)}</code>: {escape(reason.why)}</span></p>"
+        for reason in plan.advice
+    )
 
 
 def _headline(plan: tunekit.Plan, words: Words) -> str:

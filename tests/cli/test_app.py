@@ -208,6 +208,16 @@ def test_a_sweep_plans_every_combination(workspace):
     assert found["variants"][3]["plan"]["num_trainable_params"] > found["variants"][1]["plan"]["num_trainable_params"]
 
 
+def test_advice_ranks_adapters_and_lengths_on_each_machine(workspace):
+    answer = tunekit(workspace, "plan", "double.yaml", "--advise", "--on", "h100", "--on", "t4")
+    assert answer.returncode == 0, answer.stderr
+    assert re.search(r"^[\w, ]*fastest.* +single device +[\d.]+ of 73\.3", answer.stdout, re.MULTILINE)
+    for change in ("adapter.type=qlora", "adapter.type=full", "data.max_length=32"):
+        assert re.search(rf"(h100|t4) +{change}", answer.stdout)
+    refused = tunekit(workspace, "plan", "double.yaml", "--advise", "--fit", "length")
+    assert refused.returncode == 2 and "exclude each other" in refused.stderr
+
+
 def test_a_sweep_on_several_machines_names_them(workspace):
     machines = ("--on", "h100", "--on", "t4")
     answer = tunekit(workspace, "plan", "double.yaml", "--sweep", "train.global_batch_size=8,16", *machines)

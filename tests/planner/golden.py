@@ -194,6 +194,9 @@ def main() -> None:
         old.unlink()
     for name, text in plans():
         (GOLDEN / f"{name}.yaml").write_text(text, encoding="utf-8")
+    from tests.planner import advice
+
+    (GOLDEN / "advice.txt").write_text(advice.text(), encoding="utf-8")
     SHIPPED.write_text("".join(f"{line}\n" for line in decisions()), encoding="utf-8")
 
 

@@ -426,7 +426,7 @@ def test_main_memory_that_is_known_is_counted():
     hardware = find_machine("h100").hardware()
     asked = recipe(adapter="full", data={"max_length": 512})
     assert "host memory of this machine unknown" in resolve(asked, hardware, LLAMA_8B, ROWS).explain()
-    assert "adapter.type=lora would fit without offloading" in resolve(asked, hardware, LLAMA_8B, ROWS).explain()
+    assert "advice: adapter.type=lora: " in resolve(asked, hardware, LLAMA_8B, ROWS).explain()
     cpu = hardware.device.model_copy(update={"kind": "cpu", "name": "CPU", "memory_free_bytes": 32 * GIB})
     with pytest.raises(PlanError, match=r"of host memory per node, limit 28.8 GiB"):
         resolve(asked, hardware.model_copy(update={"cpu": cpu}), LLAMA_8B, ROWS)

@@ -20,6 +20,7 @@ ENTRIES: dict[str, Callable[[Any], Any]] = {
     "compare_plans": lambda recipe: verbs.compare_plans(recipe, on=["h100", "h200"]),
     "sweep_plans": lambda recipe: verbs.sweep_plans(recipe, {"adapter.type": ["lora", "full"]}),
     "fit": lambda recipe: verbs.fit(recipe, "batch"),
+    "advise": verbs.advise,
     "check": verbs.check,
     "data": verbs.data_report,
     "make_run": verbs.make_run,

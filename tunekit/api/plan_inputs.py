@@ -18,6 +18,7 @@ from tunekit.estimates.facts import Hardware, ModelFacts
 from tunekit.estimates.hardware.machines import find_machine
 from tunekit.estimates.models.model_config import is_known, known_models
 from tunekit.planner.plan import Plan
+from tunekit.planner.ranking import alternatives
 from tunekit.planner.resolve import resolve
 from tunekit.planner.variants import Largest, Planned, Variant, largest_batch, largest_length, largest_models
 from tunekit.probe.hardware import probe_hardware
@@ -176,6 +177,11 @@ class Lookup:
             return self.plan(recipe, machine, model)
         except PlanError as error:
             return error
+
+    def alternatives(self, recipe: Recipe, machine: str | None) -> Iterator[Variant]:
+        """Yield a recipe as it is on a machine, and with other adapters, precisions and lengths."""
+        positions = self.model(recipe.model).positions_for(recipe.model)
+        return alternatives(recipe, lambda other: self.plan_or_error(other, machine), machine, positions)
 
     def largest(self, recipe: Recipe, machine: str | None, what: Largest) -> Iterator[Variant]:
         """Variants of a recipe that show what is the largest that fits a machine."""

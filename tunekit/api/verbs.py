@@ -29,6 +29,7 @@ from tunekit.methods.rewards.load import check_rows
 from tunekit.models.load import load_tokenizer
 from tunekit.planner.decisions.reasons import check_disk
 from tunekit.planner.plan import Plan
+from tunekit.planner.ranking import WELL_KNOWN, ranked
 from tunekit.planner.resolve import resolve
 from tunekit.planner.variants import Largest, Variant, Variants, combinations
 from tunekit.probe.hardware import probe_hardware
@@ -193,6 +194,38 @@ def fit(
     lookup = Lookup(machines)
     variants = (variant for machine in machines for variant in lookup.largest(recipe, machine, largest))
     return Variants(recipe, tuple(variants))
+
+
+def advise(
+    source: Source,
+    overrides: AnyOverrides = (),
+    *,
+    train_dataset: RowData | None = None,
+    eval_dataset: RowData | None = None,
+    on: str | Sequence[str] | None = None,
+) -> Variants:
+    """Rank a recipe among others: all weights, LoRA and QLoRA, half and twice the length, and machines.
+
+    What fits comes first, the fastest at the top; notes say what is fastest, cheapest, and needs the least memory.
+    Without `on`, the recipe as it is is planned for a few well-known machines too.
+
+    Args:
+        source: The recipe.
+        overrides: Changes to it that hold for all.
+        train_dataset: Rows to train on instead of `data.train`, as for `train`.
+        eval_dataset: The same instead of `data.eval`.
+        on: Other machines than this one, named as for `plan`.
+
+    Raises:
+        TunekitError: The recipe, the model or the data has a fault, or there is no such machine.
+    """
+    recipe, _ = read_recipe(source, overrides, train_dataset=train_dataset, eval_dataset=eval_dataset)
+    machines = [on] if isinstance(on, str) or on is None else list(on)
+    well_known = WELL_KNOWN if on is None else ()
+    lookup = Lookup([*machines, *well_known])
+    variants = [variant for machine in machines for variant in lookup.alternatives(recipe, machine)]
+    variants += [Variant(machine, {}, lookup.plan_or_error(recipe, machine)) for machine in well_known]
+    return Variants(recipe, ranked(variants))
 
 
 def check(

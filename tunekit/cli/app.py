@@ -147,6 +147,9 @@ def plan(
         Literal["length", "batch", "model"] | None,
         Option(help="Find the largest micro-batch, data.max_length or well-known models that fit."),
     ] = None,
+    advise: Annotated[
+        bool, Option("--advise", help="Rank full fine-tuning, LoRA, QLoRA, lengths and machines by time.")
+    ] = False,
     trace: Annotated[
         bool, Option("--trace", help="Trace a step of the model on tensors without storage, and correct the formulas.")
     ] = False,
@@ -158,14 +161,17 @@ def plan(
     from tunekit.display.console import Progress, make_console, make_error_console
     from tunekit.planner.variants import read_values
 
-    if sweep and fit:
-        raise TunekitError("--sweep and --fit exclude each other", hint="pass one of them")
-    if trace and (sweep or fit or (on and len(on) > 1)):
+    if bool(sweep) + bool(fit) + advise > 1:
+        raise TunekitError("--sweep, --fit and --advise exclude each other", hint="pass one of them")
+    if trace and (sweep or fit or advise or (on and len(on) > 1)):
         raise TunekitError("--trace is for one plan", hint="trace the recipe on one machine; the trace is stored")
     source, notes = _load(recipe, overrides)
     document: dict[str, Any]
     drawn: RenderableType
-    if sweep or fit:
+    if advise:
+        variants = verbs.advise(source, on=on)
+        document, drawn = variants.to_dict(), display_plan.ranking_table(variants)
+    elif sweep or fit:
         variants = verbs.fit(source, fit, on=on) if fit else verbs.sweep_plans(source, read_values(sweep or ()), on=on)
         document, drawn = variants.to_dict(), display_plan.variants_table(variants)
     elif on and len(on) > 1:

@@ -17,7 +17,7 @@ from tunekit.errors import PlanError
 from tunekit.estimates.memory.memory import Part
 from tunekit.estimates.throughput.step import Range
 from tunekit.planner.plan import COLOURS, NO_TENSORS, Plan, Reason, gib
-from tunekit.planner.variants import NEXT, Variants
+from tunekit.planner.variants import NEXT, Variants, to_words
 from tunekit.recipe.reading.parse import to_inline_yaml
 
 MAX_WIDTH = 120
@@ -35,6 +35,9 @@ CHOICE_WIDTH = 40
 FIGURES = ("GiB", "host GiB", "batch", "tokens/s", "time", "USD", "USD/h")
 """Columns of the figures of plans that are rows: what a device and what its node need, the batch, speed, time, cost and
 price. Those that no plan has are left out."""
+
+RANKED = ("GiB", "host GiB", "tokens/s", "time", "USD", "USD/1M")
+"""The same of ranked recipes, with the price of a million tokens where that of the run is not known."""
 
 LAYOUT_WIDTH = len("checkpointing")
 """Columns that layouts keep: their longest word."""
@@ -64,7 +67,8 @@ FREE, OTHERS, LIMIT = "·", "░", "│"
 def plan_view(plan: Plan) -> RenderableType:
     """A plan: the choice, memory by part, each decision with its reason, what was ruled out, what to change first."""
     parts: list[RenderableType] = [Text(plan.headline, style="bold"), Text(plan.figures, style="bold cyan")]
-    parts += [Text(plan.speed_basis, style="dim"), "", MemoryBar(plan), "", _decisions(plan.decisions)]
+    parts += [Text(plan.speed_basis, style="dim"), *_advice(plan), "", MemoryBar(plan), ""]
+    parts.append(_decisions(plan.decisions))
     if plan.rejected:
         parts += ["", Text("ruled out, in the order tried", style="bold"), _rejected(plan)]
     if plan.change_first:
@@ -74,15 +78,18 @@ def plan_view(plan: Plan) -> RenderableType:
 
 def brief_plan_view(plan: Plan) -> RenderableType:
     """The choice, and the decisions that users change most; `plan_view` has all of them."""
-    parts = [
-        Text(plan.headline, style="bold"),
-        Text(plan.figures, style="bold cyan"),
-        Text(plan.speed_basis, style="dim"),
-    ]
+    parts: list[RenderableType] = [Text(plan.headline, style="bold"), Text(plan.figures, style="bold cyan")]
+    parts += [Text(plan.speed_basis, style="dim"), *_advice(plan)]
     brief = _decisions(reason for reason in plan.decisions if reason.topic in BRIEF)
     return Constrain(
         Group(*parts, "", brief, _given(reason for reason in plan.given if reason.topic in BRIEF)), MAX_WIDTH
     )
+
+
+def _advice(plan: Plan) -> Iterator[RenderableType]:
+    """Yield the better recipes for the machine, where there are any."""
+    for reason in plan.advice:
+        yield Text.assemble((f"advice  {reason.choice}", "bold yellow"), f": {reason.why}")
 
 
 class MemoryBar:
@@ -220,6 +227,21 @@ def variants_table(variants: Variants) -> RenderableType:
     return Group(PlanRows(tuple(columns), rows, FIGURES[:-1]), *_below(refused), "")
 
 
+def ranking_table(variants: Variants) -> RenderableType:
+    """Plans of one recipe with changes as ranked rows, each with its change in words; below them why some have none."""
+    rows = [
+        ((variant.note, variant.machine or "here", "\n".join(to_words(variant.changes)) or "-"), variant.plan)
+        for variant in variants
+    ]
+    # Of what does not fit the row has the figures, and other rows what would.
+    refused = [
+        (f"{machine}, {change}", plan)
+        for (_, machine, change), plan in rows
+        if isinstance(plan, PlanError) and plan.needed_bytes is None
+    ]
+    return Group(PlanRows(("", "machine", "change"), rows, RANKED), *_below(refused), "")
+
+
 def _heading(key: str) -> str:
     """A dotted key on several short lines."""
     section, _, name = key.rpartition(".")
@@ -302,6 +324,8 @@ def plan_figures(plan: Plan | PlanError) -> dict[str, str]:
     if speed.seconds is not None:
         unit, unit_seconds = _unit_of(speed.seconds.high)
         figures["time"] = f"{_span(speed.seconds, 1 / unit_seconds, at_most=at_most)} {unit}"
+    if speed.seconds is None and speed.usd_per_million_tokens is not None:
+        figures["USD/1M"] = _span(speed.usd_per_million_tokens)
     if speed.seconds is not None and speed.cost_usd is not None:
         figures["USD"] = _span(speed.cost_usd, at_most=at_most)
         figures["USD/h"] = f"{speed.cost_usd.high / speed.seconds.high * 3600:,.2f}"

@@ -39,6 +39,9 @@ MAX_DEPTH = 50
 GIVEN = frozenset({"device", "model", "data", "mixture", "communication", "failures", "faster elsewhere"})
 """Topics of what was found and not decided."""
 
+ADVICE = "advice"
+"""Topic of better recipes for the machine, where a plan is legal but poor."""
+
 _TABLES = read_table(Path(__file__).with_suffix(".yaml"))
 COLOURS: Mapping[Part, str] = _TABLES["colours"]
 """Colors of the parts of memory, in the order in which they are drawn: what lasts, what a step adds, and what is no
@@ -290,11 +293,17 @@ class Plan(Facts):
     @property
     def decisions(self) -> tuple[Reason, ...]:
         """The reasons that tell what was decided."""
-        return tuple(reason for reason in self.reasons if reason.topic not in {*GIVEN, "speed"})
+        return tuple(reason for reason in self.reasons if reason.topic not in {*GIVEN, ADVICE, "speed"})
+
+    @property
+    def advice(self) -> tuple[Reason, ...]:
+        """Better recipes for the machine, two at most; none where the plan is not poor."""
+        return tuple(reason for reason in self.reasons if reason.topic == ADVICE)
 
     def explain(self) -> str:
         """The plan in words: the choice, memory by part, each decision with its reason, and what was ruled out."""
         lines = [self.headline, self.figures, self.speed_basis]
+        lines += [f"advice: {reason.choice}: {reason.why}" for reason in self.advice]
         lines += ["", f"memory: {self.memory_line()}", *self.elsewhere_lines()]
         rows = [(reason.topic, reason.choice, reason.why) for reason in (*self.decisions, *self.given)]
         lines += ["", *_aligned(rows)]

@@ -2,19 +2,18 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from tunekit.errors import PlanError
 from tunekit.estimates.facts import DataFacts, Hardware, ModelFacts
-from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.memory import RESERVE_SHARE, MemoryEstimate, saving_of
 from tunekit.estimates.memory.sharding import zero_buckets
-from tunekit.estimates.memory.states import Dtype, num_trainable_params, reference_of
+from tunekit.estimates.memory.states import num_trainable_params, reference_of
 from tunekit.estimates.throughput.speed import RunRecord, Speed, reserve_share, speed_of, step_of
+from tunekit.planner.advice import advice
 from tunekit.planner.decisions import backends, environment, reasons
-from tunekit.planner.decisions.adapters import linears_beside_experts
 from tunekit.planner.decisions.beyond import Beyond, beyond
 from tunekit.planner.decisions.candidates import HOST_SHARE, Candidate, Fit, Setting, candidates, fit, least
+from tunekit.planner.decisions.changes import change_first, what_would_fit
 from tunekit.planner.decisions.checks import (
     Refusal,
     check_media,
@@ -25,12 +24,10 @@ from tunekit.planner.decisions.checks import (
     refusal,
 )
 from tunekit.planner.decisions.vllm import check_server, split_for_server, why_no_vllm, why_no_vllm_in
-from tunekit.planner.plan import VARLEN, Plan, Reason, Rejected, gib, used_of
-from tunekit.recipe.edits import edits
+from tunekit.planner.plan import VARLEN, Plan, Reason, Rejected, gib
 from tunekit.recipe.methods import generates
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
-from tunekit.recipe.sections.section import BLOCK_OPTIMS
+from tunekit.recipe.sections.adapters import FullAdapter
 
 
 def resolve(
@@ -54,6 +51,23 @@ def resolve(
     Raises:
         PlanError: The recipe asks for what this machine cannot do, or does not fit it.
     """
+    plan, setting = _planned(recipe, hardware, model, data, records, teacher)
+
+    def plan_of(other: Recipe) -> Plan:
+        return _planned(other, hardware, model, data, records, teacher)[0]
+
+    return plan.model_copy(update={"reasons": (*plan.reasons, *advice(plan, setting, plan_of))})
+
+
+def _planned(
+    recipe: Recipe,
+    hardware: Hardware,
+    model: ModelFacts,
+    data: DataFacts,
+    records: Sequence[RunRecord],
+    teacher: ModelFacts | None,
+) -> tuple[Plan, Setting]:
+    """Return the plan, without advice, and the settings that it was chosen among."""
     hardware, server_devices = split_for_server(recipe, hardware.with_processes(recipe.parallel.num_processes))
     model = _as_trained(model, recipe)
     dtype, why_dtype = choose_dtype(recipe, hardware.device)
@@ -116,7 +130,7 @@ def resolve(
     wait_bytes, forced_timeout = environment.longest_wait_bytes(model, num_trained), recipe.parallel.timeout_seconds
     num_answers = fitting.micro_batch_size * fitting.gradient_accumulation_steps
     patience = environment.patience_of(wait_bytes, data.num_train + (data.num_eval or 0), recipe.method, num_answers)
-    return Plan(
+    plan = Plan(
         recipe=recipe,
         origin=model.origin,
         reference=reference_of(recipe.method, recipe.adapter, model.origin),
@@ -199,8 +213,9 @@ def resolve(
             *_beyond_reasons(setting, chosen.candidate, speed),
         ),
         rejected=chosen.rejected,
-        change_first=_change_first(setting, chosen.candidate.num_nodes, fitting),
+        change_first=change_first(setting, chosen.candidate.num_nodes, fitting),
     )
+    return plan, setting
 
 
 def _as_trained(model: ModelFacts, recipe: Recipe) -> ModelFacts:
@@ -270,10 +285,8 @@ class _Chosen:
         why = self.candidate.why
         if setting.recipe.parallel.strategy != "auto":
             why = f"set by the recipe; {why}"
-        if self.fit.layout.offloads:
-            if setting.host_limit_bytes is None:
-                why += "; host memory of this machine unknown"
-            why += "".join(f"; {instead}" for instead in _without_offload(setting))
+        if self.fit.layout.offloads and setting.host_limit_bytes is None:
+            why += "; host memory of this machine unknown"
         if self.fit.layout.sync_each_batch:
             why += "; gradients reduced in every micro-batch: they would not fit unsharded"
         return Reason(topic="layout", choice=self.fit.layout.name, why=why)
@@ -311,42 +324,6 @@ def _with_generation(setting: Setting, chosen: _Chosen) -> tuple[Setting, _Chose
             return other, replace(chosen, fit=fitting), "installed, and fits together with the model"
         why = "vLLM would not fit together with the model"
     return setting, chosen, why
-
-
-def _without_offload(setting: Setting) -> Iterator[str]:
-    """Weights in bfloat16, and the adapter, with which all would stay on the devices."""
-    recipe = setting.recipe
-    alternatives = [LoraAdapter(), QloraAdapter()] if isinstance(recipe.adapter, FullAdapter) else [QloraAdapter()]
-    pure = _in_bf16(recipe, setting.dtype)
-    if pure is not None and (words := _on_devices(setting, pure)):
-        yield f"train.pure_bf16=true {words}"
-    for adapter in alternatives if not isinstance(recipe.adapter, QloraAdapter) else []:
-        # Weights in bfloat16 are for full fine-tuning alone.
-        train = recipe.train.model_copy(update={"pure_bf16": False})
-        if words := _on_devices(setting, recipe.model_copy(update={"adapter": adapter, "train": train})):
-            yield f"adapter.type={adapter.type} {words}"
-            return
-
-
-def _on_devices(setting: Setting, recipe: Recipe) -> str | None:
-    """Return the memory in words that another recipe's plan takes, if it offloads nothing; None if it has to."""
-    other = replace(setting, recipe=recipe)
-    for candidate in candidates(other):
-        if not candidate.layout.offloads and refusal(other, candidate.layout) is None:
-            fitting = fit(other, candidate.layout, candidate.num_nodes)
-            if fitting is not None:
-                limit = other.limit_bytes(candidate.devices_per_node)
-                return f"would fit without offloading, in {used_of(fitting.memory.total_bytes, limit)}"
-    return None
-
-
-def _that_fit(setting: Setting) -> Iterator[tuple[Layout, MemoryEstimate]]:
-    """The layouts in which a recipe can be run and fits, and the least that each needs."""
-    for candidate in candidates(setting):
-        if refusal(setting, candidate.layout) is None:
-            memory = least(setting, candidate.layout, candidate.num_nodes)
-            if setting.fits(memory, candidate.devices_per_node):
-                yield candidate.layout, memory
 
 
 def _beyond_reasons(setting: Setting, candidate: Candidate, speed: Speed | None) -> Iterator[Reason]:
@@ -433,97 +410,3 @@ def _nothing_possible(setting: Setting, rejected: list[Rejected], refusals: list
         f"{', '.join(settings)}: no layout for {_machine(setting)} with a global batch size of {batch}",
         hint=f"unset some of them{multiple}",
     )
-
-
-class Smaller(NamedTuple):
-    """Change of a recipe so that it fits."""
-
-    words: str
-    """Description of the change, and its result."""
-    changes: tuple[str, ...] = ()
-    """The same as `key=value`; none where nothing would do."""
-
-
-def what_would_fit(setting: Setting) -> Smaller:
-    """The smallest single change of a recipe with which it fits."""
-    train = setting.recipe.train.model_copy(update={"micro_batch_size": None, "gradient_checkpointing": "auto"})
-    free = setting.recipe.model_copy(update={"train": train})
-    for change, changed in _changes(setting.recipe, free, setting):
-        other = replace(setting, recipe=changed)
-        for layout, memory in _that_fit(other):
-            how = "" if layout.num_processes == 1 else f" ({layout.name})"
-            changes = tuple(edit.override for edit in edits(setting.recipe, changed))
-            return Smaller(f"set {change}: needs {gib(memory.total_bytes)}{how}", changes)
-    return Smaller("no single change of the recipe fits; use a smaller model or a device with more memory")
-
-
-def _changes(recipe: Recipe, free: Recipe, setting: Setting) -> Iterator[tuple[str, Recipe]]:
-    """Single changes that save memory, the one that changes the least of the result first."""
-    if recipe.train != free.train:
-        yield "train.micro_batch_size=null and train.gradient_checkpointing=auto", free
-    for name in ("activation_offloading", "tiled_mlp"):
-        if dict(recipe.train)[name] is False:
-            saves = free.train.model_copy(update={name: "auto"})
-            yield f"train.{name}=auto", free.model_copy(update={"train": saves})
-    train, data = free.train, free.data
-    for optim in BLOCK_OPTIMS if train.pure_bf16 else ("adamw_8bit", "paged_adamw_8bit"):
-        yield f"train.optim={optim}", free.model_copy(update={"train": train.model_copy(update={"optim": optim})})
-    pure = _in_bf16(free, setting.dtype)
-    if pure is not None:
-        yield "train.pure_bf16=true" + (" and train.optim=null" if train.optim is not None else ""), pure
-    beside = linears_beside_experts(setting.model, free.adapter)
-    if isinstance(free.adapter, LoraAdapter) and beside:
-        smaller = free.adapter.model_copy(update={"target_modules": list(beside)})
-        yield f"adapter.target_modules=[{', '.join(beside)}]", free.model_copy(update={"adapter": smaller})
-    length = data.max_length // 2
-    while length >= 256:
-        shorter = data.model_copy(update={"max_length": length})
-        yield f"data.max_length={length}", free.model_copy(update={"data": shorter})
-        length //= 2
-    # Weights in bfloat16 are for full fine-tuning alone.
-    unset = {"train": train.model_copy(update={"pure_bf16": False})} if train.pure_bf16 else {}
-    also = " and train.pure_bf16=false" if unset else ""
-    if isinstance(free.adapter, FullAdapter):
-        yield f"adapter.type=lora{also}", free.model_copy(update={"adapter": LoraAdapter(), **unset})
-    if not isinstance(free.adapter, QloraAdapter):
-        yield f"adapter.type=qlora{also}", free.model_copy(update={"adapter": QloraAdapter(), **unset})
-
-
-def _in_bf16(recipe: Recipe, dtype: Dtype) -> Recipe | None:
-    """Return a recipe that trains all weights in float32 with weights in bfloat16; None for others."""
-    train = recipe.train
-    if not isinstance(recipe.adapter, FullAdapter) or train.pure_bf16 or train.fp8 or dtype != "bfloat16":
-        return None
-    # An optimizer that is named for float32 weights would round to the nearest.
-    return recipe.model_copy(update={"train": train.model_copy(update={"pure_bf16": True, "optim": None})})
-
-
-def _change_first(setting: Setting, num_nodes: int, found: Fit) -> str | None:
-    """Return the change to try first if memory runs out after all: preferably one that leaves the result as it is."""
-    for change, changed, other in _savings(setting, found):
-        if refusal(changed, other.layout) is not None:
-            continue
-        checkpointing, size = other.gradient_checkpointing, other.micro_batch_size
-        memory = changed.memory_as(other, num_nodes, size, checkpointing=checkpointing)
-        if memory.total_bytes < found.memory.total_bytes:
-            return f"{change}: {gib(memory.total_bytes)} instead of {gib(found.memory.total_bytes)}"
-    return None
-
-
-def _savings(setting: Setting, found: Fit) -> Iterator[tuple[str, Setting, Fit]]:
-    """Single changes of what was chosen, the one that costs least first."""
-    train, size = setting.recipe.train, found.micro_batch_size
-    if found.layout.strategy == "fsdp2" and not found.layout.reshard_after_forward:
-        resharded = found.layout.model_copy(update={"reshard_after_forward": True})
-        yield "parallel.reshard_after_forward=true", setting, replace(found, layout=resharded)
-    if not found.gradient_checkpointing and train.gradient_checkpointing == "auto":
-        yield "train.gradient_checkpointing=true", setting, replace(found, gradient_checkpointing=True)
-    if size > 1:
-        smaller = max(part for part in range(1, size) if size % part == 0)
-        yield f"train.micro_batch_size={smaller}", setting, replace(found, micro_batch_size=smaller)
-    if found.gradient_checkpointing and not found.activation_offloading and setting.may_offload(found.layout):
-        yield "train.activation_offloading=true", setting, replace(found, activation_offloading=True)
-    if found.gradient_checkpointing and found.mlp_tile_tokens is None and setting.may_tile(found.layout):
-        yield "train.tiled_mlp=true", setting, replace(found, mlp_tile_tokens=setting.model.hidden_size)
-    for change, changed in _changes(setting.recipe, setting.recipe, setting):
-        yield change, replace(setting, recipe=changed), found

@@ -6,8 +6,9 @@ from dataclasses import replace
 from tunekit.estimates.facts import Facts, Hardware, ModelFacts
 from tunekit.estimates.memory.memory import MemoryEstimate, Part
 from tunekit.planner.decisions.candidates import Setting, divisors
+from tunekit.planner.decisions.changes import Smaller, what_would_fit
 from tunekit.planner.plan import Plan, Reason, gib
-from tunekit.planner.resolve import Smaller, setting_of, what_would_fit
+from tunekit.planner.resolve import setting_of
 
 CONSTANT: tuple[Part, ...] = ("weights", "adapters", "optimizer")
 """Parts that are the same in all phases of a step, so that their plan can be compared with what is held at any time."""
