@@ -1097,3 +1097,49 @@ def test_quantization_aware_training_is_carried_over_where_it_rounds_alike(tmp_p
     quantizer = "torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer"
     made = of(f"{torchtune}\nquantizer:\n  _component_: {quantizer}\n  groupsize: 32\n")
     assert made.recipe.train.qat.model_dump() == {"weight_dtype": "int4", "activation_dtype": "int8", "group_size": 32}
+
+
+MXFP4 = "model_quantization_config: Mxfp4Config\nmodel_quantization_config_kwargs:\n  dequantize: {}\n"
+GDPO = "rl: gdpo\ngradient_accumulation_steps: 8\ntrl:\n  multi_objective_aggregation: normalize_then_sum\n  num_completions_to_print: 3\n"
+
+
+@pytest.mark.parametrize(
+    ("config", "values", "unsupported"),
+    [
+        (f"{AXOLOTL_FULL}{MXFP4.format('true')}", {"adapter.type": "full"}, []),
+        (f"{AXOLOTL_FULL}adapter: lora\nlora_r: 8\n{MXFP4.format('true')}", {"adapter.type": "lora"}, []),
+        (
+            f"{AXOLOTL_FULL}{MXFP4.format('false')}",
+            {},
+            ["model_quantization_config", "model_quantization_config_kwargs.dequantize"],
+        ),
+        (
+            f"{AXOLOTL_FULL}adapter: qlora\nlora_r: 8\nload_in_4bit: true\nnf4_backend: bitsandbytes\n",
+            {"adapter.type": "qlora"},
+            [],
+        ),
+        (
+            f"{AXOLOTL_FULL}adapter: qlora\nlora_r: 8\nload_in_4bit: true\nnf4_backend: torchao\n",
+            {},
+            ["nf4_backend"],
+        ),
+        (f"{AXOLOTL_FULL}context_parallel:\n  size: 8\n  backend: auto\n", {"parallel.cp_size": 8}, []),
+        (f"{AXOLOTL_FULL}eta_min: 7.0e-07\nautotune_cache_path: a.json\n", {}, []),
+        (
+            f"{AXOLOTL_FULL}{GDPO}",
+            {"method.type": "grpo", "method.trainer_args.multi_objective_aggregation": "normalize_then_sum"},
+            [],
+        ),
+    ],
+    ids=["mxfp4", "mxfp4 lora", "mxfp4 kept", "nf4", "torchao", "context parallel", "unread", "gdpo"],
+)
+def test_keys_of_axolotls_newer_versions_are_accounted_for(config, values, unsupported, tmp_path) -> None:
+    (tmp_path / "axolotl.yaml").write_text(config)
+    made = migrate(tmp_path / "axolotl.yaml")
+    recipe = made.recipe.model_dump(mode="json")
+    for key, value in values.items():
+        found = recipe
+        for part in key.split("."):
+            found = found[part]
+        assert found == value
+    assert [line.key for line in made.of_kind("unsupported")] == unsupported

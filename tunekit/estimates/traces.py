@@ -106,11 +106,11 @@ class Deviations:
     """Deviations of the formulas for one model and adapter.
 
     Attributes:
-        length: Tokens of the traced rows.
+        adapter: The adapter. With another one they are an estimate.
         kept: Without gradient checkpointing.
         recomputed: With it; None where it was not traced.
     """
 
-    length: int
+    adapter: Adapter
     kept: Line
     recomputed: Line | None

@@ -22,7 +22,7 @@ from tunekit.migration.draft import (
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Fate
 
-_METHODS = {"dpo": "dpo", "ipo": "dpo", "kto": "kto", "orpo": "orpo", "simpo": "cpo", "grpo": "grpo"}
+_METHODS = {"dpo": "dpo", "ipo": "dpo", "kto": "kto", "orpo": "orpo", "simpo": "cpo", "grpo": "grpo", "gdpo": "grpo"}
 _NEEDS_FLASH = ("flash_attention", "flex_attention", "xformers_attention", "sage_attention")
 
 
@@ -57,6 +57,8 @@ def _method(draft: Draft) -> None:
         draft.put("method.type", _METHODS[name], "rl")
         if name in ("simpo", "ipo"):
             draft.put("method.loss_type", name, "rl")
+        if name == "gdpo":
+            draft.put("method.trainer_args.multi_objective_aggregation", "normalize_then_sum", "rl")
 
 
 def finish(draft: Draft) -> None:
@@ -247,6 +249,28 @@ def expert_parallel(draft: Draft, entry: Entry) -> Fate:
     if draft.has_adapter:
         raise UnfitError("adapters shard experts with their layers; parallel.ep_size requires full fine-tuning")
     return draft.carry(entry, "parallel.ep_size", whole(entry.value))
+
+
+def dequantized(draft: Draft, entry: Entry) -> Fate:
+    """The wish to load weights in MXFP4 as dense ones, or to keep them."""
+    config, kwargs = draft.get("model_quantization_config"), draft.get("model_quantization_config_kwargs.dequantize")
+    if config != "Mxfp4Config" or kwargs is not True or draft.values["adapter.type"] == "qlora":
+        raise UnfitError("changing the model's configuration is unsupported")
+    return Fate("decided", "weights in MXFP4 are made dense for full fine-tuning and LoRA")
+
+
+def quantizer(draft: Draft, entry: Entry) -> Fate:
+    """The library that has weights in 4 bits."""
+    if entry.value != "bitsandbytes":
+        raise UnfitError("4-bit weights are those of bitsandbytes")
+    return Fate("decided", "adapter: qlora has bitsandbytes' 4-bit weights")
+
+
+def context_parallel(draft: Draft, entry: Entry) -> Fate:
+    """Devices that divide a sequence."""
+    if whole(entry.value) == 1:
+        return Fate("silent", "is off")
+    return draft.carry(entry, "parallel.cp_size", whole(entry.value))
 
 
 def experts(draft: Draft, entry: Entry) -> Fate:

@@ -268,7 +268,7 @@ def with_trace(model: ModelFacts, request: TraceRequest, trace: StepTrace) -> Mo
         """By the formulas, with so much in the forward pass of the layers beyond what they keep."""
         line = Line((0, 1), (Deviation(passing=passing), Deviation(passing=passing)))
         return estimate(
-            model.model_copy(update={"deviations": Deviations(request.length, line, line)}),
+            model.model_copy(update={"deviations": Deviations(request.adapter, line, line)}),
             request.adapter,
             device="cuda",
             dtype=request.dtype,
@@ -304,7 +304,7 @@ def with_trace(model: ModelFacts, request: TraceRequest, trace: StepTrace) -> Mo
         return Line((few, more), ends)
 
     recomputed = None if trace.recomputed is None else line(trace.recomputed, recomputes=True)
-    found = Deviations(request.length, line(trace.kept, recomputes=False), recomputed)
+    found = Deviations(request.adapter, line(trace.kept, recomputes=False), recomputed)
     return model.model_copy(update={"deviations": found})
 
 
@@ -443,8 +443,10 @@ def _confidence(
         layout.tp_size == layout.ep_size == layout.cp_size == layout.sp_size == 1
         and layout.offload_param_device == "none"
     )
-    if model.deviations is not None and alone and not offloads and passes.method == "sft" and not passes.media:
-        return "model traced"
+    if model.deviations is not None:
+        is_same = adapter == model.deviations.adapter and passes.method == "sft" and not passes.media
+        alone &= not layout.strategy.startswith("zero")
+        return "model traced" if is_same and alone and not offloads else "closed form"
     compares = passes.teacher is not None or passes.compares_with_itself
     if offloads or compares or isinstance(adapter, QloraAdapter) or states.token_rows(model, adapter):
         return "closed form"
