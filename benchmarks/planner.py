@@ -1,6 +1,6 @@
 """How far the planner's memory estimate is from a trace of the real modules, and how long a plan takes.
 
-    python -m benchmarks.planner [--steps one|many|methods|families|all] [--set development|held-out|all] [--save]
+    python -m benchmarks.planner [--steps KIND ...] [--set development|held-out|all] [--save]
 
 The steps are drawn by chance in `tests/estimates/grid.py` (one device), `grid_shards.py` (FSDP2 on 2 to 512) and
 `grid_methods.py` (DPO and GRPO on one); a fifth of each was set aside before the formulas were fitted to the others.
@@ -50,27 +50,27 @@ from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
 RESULTS = Path(__file__).parent / "results" / "planner.json"
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")
 
-Kind = Literal["one", "many", "methods", "families", "families many"]
+Kind = Literal["one", "many", "methods", "families", "families-many"]
 STEPS: dict[Kind, Sequence[Step | ShardedStep | MethodStep]] = {
     "one": grid.STEPS,
     "many": grid_shards.STEPS,
     "methods": grid_methods.STEPS,
     "families": grid_families.STEPS,
-    "families many": grid_families.SHARDED,
+    "families-many": grid_families.SHARDED,
 }
 HELD_OUT: dict[Kind, list[int]] = {
     "one": grid.HELD_OUT,
     "many": grid_shards.HELD_OUT,
     "methods": grid_methods.HELD_OUT,
     "families": list(range(len(grid_families.STEPS))),
-    "families many": list(range(len(grid_families.SHARDED))),
+    "families-many": list(range(len(grid_families.SHARDED))),
 }
 KIND_WORDS: dict[Kind, str] = {
     "one": "SFT, one device",
     "many": "SFT, FSDP2",
     "methods": "DPO and GRPO, one device",
     "families": "SFT of other types of models with a trace, one device",
-    "families many": "SFT of other types of models with a trace, FSDP2",
+    "families-many": "SFT of other types of models with a trace, FSDP2",
 }
 NUM_ESTIMATES = 1000
 
@@ -95,7 +95,7 @@ class Row:
 def compare(kind: Kind, place: int) -> Row:
     """Trace and estimate the step at one place of a grid."""
     step = STEPS[kind][place]
-    if kind == "families many":
+    if kind == "families-many":
         assert isinstance(step, ShardedStep)
         traced, estimated = oracle_shards.trace(step), estimate_of(step.step, step.layout, traced_facts_of(step.step))
     elif kind == "families":
@@ -214,7 +214,7 @@ def _errors(rows: list[Row]) -> str:
 def main() -> None:
     """Compare, show and, where asked, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", choices=(*STEPS, "all"), default="all")
+    parser.add_argument("--steps", nargs="+", choices=tuple(STEPS), default=list(STEPS))
     parser.add_argument("--set", choices=("development", "held-out", "all"), default="all")
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
     arguments = parser.parse_args()
@@ -225,7 +225,7 @@ def main() -> None:
         (kind, place)
         for kind, steps in STEPS.items()
         for place in range(len(steps))
-        if arguments.steps in (kind, "all") and (place in HELD_OUT[kind]) in kept
+        if kind in arguments.steps and (place in HELD_OUT[kind]) in kept
     ]
     with ProcessPoolExecutor(mp_context=get_context("spawn"), initializer=_one_thread) as processes:
         rows = list(processes.map(compare, *zip(*places, strict=True)))

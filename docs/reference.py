@@ -6,6 +6,7 @@ pictures of the web UI.
 """
 
 import ast
+import itertools
 import json
 import re
 import statistics
@@ -99,13 +100,23 @@ def planner_page() -> str:
         "# The planner beside traces\n",
         f"`python -m benchmarks.planner --save`: {results['date']}, CPU, {versions}.\n",
     ]
-    lines += ["Errors of the peak, tensors only. Held-out steps were set aside before the formulas were fitted.\n"]
+    lines += [
+        "Errors of the peak, tensors only. Held-out steps were set aside before the formulas were fitted;",
+        "of types that the formulas do not know, plans are corrected by a trace of other rows.\n",
+    ]
     lines += ["| steps | set | number | median | largest |", "|:--|:--|--:|--:|--:|"]
-    for kind, words in {"one": "SFT, one device", "many": "SFT, FSDP2", "methods": "DPO and GRPO, one device"}.items():
-        for is_held_out in (False, True):
-            rows = [row for row in results["rows"] if (row["kind"], row["held_out"]) == (kind, is_held_out)]
-            errors = [abs(row["error"]) for row in rows]
-            cells = [words, "held out" if is_held_out else "development", str(len(errors))]
+    words = {
+        "one": "SFT, one device",
+        "many": "SFT, FSDP2",
+        "methods": "DPO and GRPO, one device",
+        "families": "SFT of types that the formulas do not know, one device",
+        "families-many": "the same, FSDP2 over 2 to 64 devices",
+    }
+    for kind, is_held_out in itertools.product(words, (False, True)):
+        rows = [row for row in results["rows"] if (row["kind"], row["held_out"]) == (kind, is_held_out)]
+        errors = [abs(row["error"]) for row in rows]
+        if errors:
+            cells = [words[kind], "held out" if is_held_out else "development", str(len(errors))]
             cells += [f"{statistics.median(errors):.2%}", f"{max(errors):.2%}"]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

@@ -1128,7 +1128,7 @@ GDPO = "rl: gdpo\ngradient_accumulation_steps: 8\ntrl:\n  multi_objective_aggreg
         (
             f"{AXOLOTL_FULL}{GDPO}",
             {"method.type": "grpo", "method.trainer_args.multi_objective_aggregation": "normalize_then_sum"},
-            [],
+            ["datasets[0].type"],
         ),
     ],
     ids=["mxfp4", "mxfp4 lora", "mxfp4 kept", "nf4", "torchao", "context parallel", "unread", "gdpo"],
