@@ -1100,7 +1100,13 @@ def test_quantization_aware_training_is_carried_over_where_it_rounds_alike(tmp_p
 
 
 MXFP4 = "model_quantization_config: Mxfp4Config\nmodel_quantization_config_kwargs:\n  dequantize: {}\n"
-GDPO = "rl: gdpo\ngradient_accumulation_steps: 8\ntrl:\n  multi_objective_aggregation: normalize_then_sum\n  num_completions_to_print: 3\n"
+GDPO = """\
+rl: gdpo
+gradient_accumulation_steps: 8
+trl:
+  multi_objective_aggregation: normalize_then_sum
+  num_completions_to_print: 3
+"""
 
 
 @pytest.mark.parametrize(
