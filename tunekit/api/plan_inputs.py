@@ -165,10 +165,10 @@ class Lookup:
             model: The model where it is known already.
         """
         recipe = continued(recipe)
-        known, data = model or self.model(recipe.model), counted_facts(recipe, self.data(recipe))
+        untraced, data = model or self.model(recipe.model), counted_facts(recipe, self.data(recipe))
         self._check_first_rows(recipe)
         hardware = self.hardware_for(recipe, machine)
-        model = trace_model(known, recipe, hardware, self._tracing, self._on_event)
+        model = trace_model(untraced, recipe, hardware, self._tracing, self._on_event)
         return resolve(recipe, hardware, model, data, self.records, self.teacher(recipe))
 
     def plan_or_error(self, recipe: Recipe, machine: str | None, model: ModelFacts | None = None) -> Planned:

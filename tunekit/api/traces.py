@@ -81,10 +81,10 @@ def _traced(
             return None, "not yet; `tunekit plan --trace` traces a step"
         if on_event is not None:
             on_event({"event": "trace", "model": model.path})
-        made, problem = _make(request)
+        trace, problem = _make(request)
         if problem is not None:
             return None, problem
-        write_whole(path, made)
+        write_whole(path, trace)
     stored = json.loads(path.read_text(encoding="utf-8"))
     if "problem" in stored:
         return None, stored["problem"]
@@ -96,7 +96,7 @@ def _request(model: ModelFacts, recipe: Recipe, hardware: Hardware) -> TraceRequ
     if model.is_multimodal:
         return "models of several modalities are not traced"
     if recipe.model.trust_remote_code:
-        return "models with code of their own are not traced"
+        return "models with remote code are not traced"
     if model.num_new_layers or model.packed is not None:
         return "quantized checkpoints and models with new layers are not traced"
     config = stored_config(recipe.model if model.origin is None else model.origin.base)

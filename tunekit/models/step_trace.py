@@ -471,14 +471,14 @@ def main() -> None:
     request = TraceRequest.model_validate_json(sys.stdin.read())
     unbuilt: tuple[type[Exception], ...] = (*loading_errors(), RuntimeError)
     try:
-        found = trace_step(request).model_dump()
+        result = trace_step(request).model_dump()
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        found = {"problem": f"its code depends on values, which a trace does not have ({error})"}
+        result = {"problem": f"its code depends on values, which a trace does not have ({error})"}
     except TunekitError as error:
-        found = {"problem": error.problem}
+        result = {"problem": error.problem}
     except unbuilt as error:
-        found = {"problem": f"{type(error).__name__}: {error}"}
-    print(json.dumps(found))
+        result = {"problem": f"{type(error).__name__}: {error}"}
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

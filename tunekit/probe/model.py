@@ -236,8 +236,8 @@ def stored_config(section: ModelSection) -> Mapping[str, Any] | None:
     folder = local if local.is_dir() else fetched_folder(section)
     if folder is not None and (folder / "config.json").is_file():
         return _read_config(folder, section.path)
-    known = known_models().get(section.path)
-    return None if known is None else known.config
+    entry = known_models().get(section.path)
+    return None if entry is None else entry.config
 
 
 def known_model(name: str) -> ModelFacts:

@@ -289,12 +289,12 @@ def with_trace(model: ModelFacts, request: TraceRequest, trace: StepTrace) -> Mo
         formulas = phases_of(num_tokens, passing=0, recomputes=recomputes)
         # With more than the head can have, that phase is what is kept, and it.
         after_layers = phases_of(num_tokens, passing=_TOO_MUCH, recomputes=recomputes)["forward"] - _TOO_MUCH
-        kept = traced.head - formulas["head"]
+        lacking = traced.head - formulas["head"]
         return Deviation(
-            passing=max(0, traced.layers - after_layers - kept),
-            kept=kept,
-            forward=traced.forward - formulas["forward"] - kept,
-            last=traced.last - formulas["last layer"] - kept,
+            passing=max(0, traced.layers - after_layers - lacking),
+            kept=lacking,
+            forward=traced.forward - formulas["forward"] - lacking,
+            last=traced.last - formulas["last layer"] - lacking,
             first=traced.first - formulas["first layer"],
         )
 
@@ -304,8 +304,8 @@ def with_trace(model: ModelFacts, request: TraceRequest, trace: StepTrace) -> Mo
         return Line((few, more), ends)
 
     recomputed = None if trace.recomputed is None else line(trace.recomputed, recomputes=True)
-    found = Deviations(request.adapter, line(trace.kept, recomputes=False), recomputed)
-    return model.model_copy(update={"deviations": found})
+    deviations = Deviations(request.adapter, line(trace.kept, recomputes=False), recomputed)
+    return model.model_copy(update={"deviations": deviations})
 
 
 _TOO_MUCH = 2**60
@@ -316,15 +316,15 @@ def _corrected(layers: Layers, deviations: Deviations, num_tokens: int, *, recom
     line = deviations.recomputed if recomputes else deviations.kept
     if line is None:
         return layers
-    found = line.at(num_tokens)
+    deviation = line.at(num_tokens)
     return replace(
         layers,
-        kept=layers.kept + found.kept,
-        forward_only=layers.forward_only + found.forward,
-        passing=found.passing,
-        recomputed=layers.recomputed + found.last,
-        first=layers.first + found.first,
-        leading=layers.leading + found.first,
+        kept=layers.kept + deviation.kept,
+        forward_only=layers.forward_only + deviation.forward,
+        passing=deviation.passing,
+        recomputed=layers.recomputed + deviation.last,
+        first=layers.first + deviation.first,
+        leading=layers.leading + deviation.first,
     )
 
 

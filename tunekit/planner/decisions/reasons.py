@@ -354,8 +354,8 @@ def _trace_reason(deviations: Deviations) -> Reason:
     num_tokens = deviations.kept.num_tokens[1]
 
     def words(line: Line) -> str:
-        kept = line.at(num_tokens).kept
-        return f"{gib(abs(kept))} {'more' if kept >= 0 else 'less'}"
+        deviation = line.at(num_tokens).kept
+        return f"{gib(abs(deviation))} {'more' if deviation >= 0 else 'less'}"
 
     why = f"the real modules on tensors without storage: layers keep {words(deviations.kept)} than by the formulas"
     if deviations.recomputed is not None:
