@@ -63,6 +63,18 @@ def test_neither_a_known_type_nor_a_cpu_has_a_trace_by_itself(recipe, monkeypatc
         assert reason(verbs.plan(recipe(model_type), on=machine), "trace") is None
 
 
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"adapter": "prompt_tuning"}, "virtual tokens are not traced"),
+        ({"adapter": {"type": "full", "new_layers": 1}}, "models with new layers are not traced"),
+    ],
+)
+def test_a_trace_that_cannot_be_had_is_refused_where_it_is_required(recipe, changes, why):
+    with pytest.raises(PlanError, match=f"cannot trace a step of .*: .*{why}"):
+        verbs.plan({**recipe("llama"), **changes}, on="h100", trace=True)
+
+
 @pytest.mark.slow
 def test_what_cannot_be_traced_is_planned_by_formulas_and_refused_where_a_trace_is_required(recipe):
     source = recipe("jetmoe", kv_channels=16)

@@ -20,6 +20,7 @@ from tunekit.planner.decisions.backends import families
 from tunekit.planner.decisions.checks import choose_dtype
 from tunekit.probe.model import stored_config
 from tunekit.recipe.schema import Recipe
+from tunekit.recipe.sections.adapters import FullAdapter, PromptTuningAdapter
 from tunekit.runs.events import Event
 from tunekit.runs.small_files import write_whole
 
@@ -97,7 +98,9 @@ def _request(model: ModelFacts, recipe: Recipe, hardware: Hardware) -> TraceRequ
         return "models of several modalities are not traced"
     if recipe.model.trust_remote_code:
         return "models with remote code are not traced"
-    if model.num_new_layers or model.packed is not None:
+    if isinstance(recipe.adapter, PromptTuningAdapter):
+        return "virtual tokens are not traced"
+    if model.packed is not None or (isinstance(recipe.adapter, FullAdapter) and recipe.adapter.new_layers):
         return "quantized checkpoints and models with new layers are not traced"
     config = stored_config(recipe.model if model.origin is None else model.origin.base)
     if config is None:
