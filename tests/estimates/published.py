@@ -127,8 +127,15 @@ def _rows(groups: list[dict[str, Any]]) -> Iterator[Row]:
 
 
 @cache
+def own_models() -> Mapping[str, Any]:
+    """Configurations of models that the planner's table does not hold."""
+    models: Mapping[str, Any] = yaml.safe_load(TABLE.read_text(encoding="utf-8"))["models"]
+    return models
+
+
+@cache
 def _model(name: str) -> ModelFacts:
-    own = yaml.safe_load(TABLE.read_text(encoding="utf-8"))["models"]
+    own = own_models()
     return facts_of(own[name] if name in own else known_models()[name].config)
 
 
