@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[1]
 COPIED = {
     "changelog.md": "CHANGELOG.md",
     "measured/accelerators.md": "benchmarks/results/LOG.md",
+    "measured/speed.md": "benchmarks/results/speed.md",
     "measured/layouts.md": "benchmarks/results/equality.md",
     "measured/interruptions.md": "benchmarks/results/exact.md",
     **{f"images/{path.name}": f"tests/webui/screens/{path.name}" for path in (ROOT / "tests/webui/screens").iterdir()},

@@ -2,7 +2,7 @@
 
 Each run is estimated as if it were one of tunekit's. Half of the rows of each source are held out: the constants of
 `tunekit.estimates.throughput` are fitted to the others. The rule was fixed before: the rows of a source in the order of
-a hash of their settings, every second of them, counted over all sources.
+a hash of their settings, every second of them, counted over all sources. Fresh rows came when all constants were set.
 """
 
 import hashlib
@@ -12,27 +12,30 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import permutations
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import yaml
-from rich.console import Console
-from rich.table import Table
 
 from tests.estimates import published
 from tests.estimates.shapes import llama_facts
 from tests.estimates.test_architectures import facts_of
-from tunekit.estimates.facts import DataFacts, ModelFacts
+from tunekit.estimates.facts import DataFacts, Device, Figures, ModelFacts
 from tunekit.estimates.hardware.machines import find_machine
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.models.model_config import known_models
-from tunekit.estimates.throughput.speed import speed_of, step_of
-from tunekit.estimates.throughput.step import Range
+from tunekit.estimates.throughput.speed import RunRecord, speed_of, step_of
+from tunekit.estimates.throughput.step import Range, Step, modelled_rate
 from tunekit.recipe.schema import Recipe
 
 TABLE = Path(__file__).parent / "published_speed.yaml"
 
 UNITS = ("tokens_per_second", "total_tokens_per_second", "samples_per_second", "seconds_per_step", "seconds")
+
+
+Part = Literal["development", "held out", "fresh"]
+PARTS: tuple[Part, ...] = get_args(Part)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +45,7 @@ class Row:
     name: str
     source: str
     setting: Mapping[str, Any]
-    held_out: bool
+    part: Part
     missed: str | None = None
     """Why its speed is outside the range, where it is."""
 
@@ -81,14 +84,18 @@ class Row:
         recomputed = ", recomputed" if how.get("checkpointing") else ""
         fused = ", fused" if how.get("fused") else ""
         name = how["model"].rpartition("/")[2]
-        where = f"{how['machine']}, {self.layout.name}"
+        where = f"{how['machine'].replace(self._kind, self.accelerator)}, {self.layout.name}"
         return f"{how['type']} {name} {how['batch']} x {how['length']} on {where}{recomputed}{fused}"
 
     @property
     def accelerator(self) -> str:
         """Kind of its devices; those beyond the catalogue by the source's name."""
         _, _, kind = self.name.rpartition(", ")
-        return kind if kind in ("L40", "RTX 4080") else str(self.setting["machine"].rpartition("x8x")[2].lstrip("248x"))
+        return kind if kind in ("L40", "RTX 4080") else self._kind
+
+    @property
+    def _kind(self) -> str:
+        return str(self.setting["machine"].rpartition("x8x")[2].lstrip("248x"))
 
 
 @cache
@@ -105,11 +112,16 @@ def _table() -> dict[str, Any]:
 def _rows(groups: list[dict[str, Any]]) -> Iterator[Row]:
     number = 0
     for group in groups:
-        settings = [group["setting"] | row for row in group["rows"]]
-        for setting in sorted(settings, key=_hash):
-            missed = setting.pop("missed", None)
-            yield Row(group["name"], group["source"], setting, held_out=number % 2 == 1, missed=missed)
+        for setting in sorted((group["setting"] | row for row in group["rows"]), key=_hash):
+            yield _row(group, setting, PARTS[number % 2])
             number += 1
+        for row in group.get("fresh", []):
+            yield _row(group, group["setting"] | row, "fresh")
+
+
+def _row(group: dict[str, Any], setting: dict[str, Any], part: Part) -> Row:
+    how = {key: value for key, value in setting.items() if key != "missed"} | group.get("corrected", {})
+    return Row(group["name"], group["source"], how, part, setting.get("missed"))
 
 
 def _hash(setting: Mapping[str, Any]) -> str:
@@ -140,8 +152,9 @@ def _mpt(hidden: int, layers: int) -> ModelFacts:
     return shape.model_copy(update={"model_type": "mpt", "tensors": tensors, "num_layers": layers})
 
 
-def predicted(row: Row) -> Range:
-    """Tokens a second of a device, as a plan would predict them."""
+@cache
+def step_and_figures(row: Row) -> tuple[Step, Device, Figures]:
+    """The work of a step of the run, and what it is done on."""
     how, hardware = row.setting, find_machine(row.setting["machine"]).hardware()
     adapter: dict[str, Any] = {"type": how["type"]}
     if how["type"] != "full":
@@ -171,12 +184,54 @@ def predicted(row: Row) -> Range:
         gradient_checkpointing=how.get("checkpointing", False),
         layout=row.layout,
         num_nodes=hardware.num_nodes,
+        is_fused=how.get("fused", False),
     )
     assert step is not None and hardware.figures is not None
-    figures = hardware.figures.model_copy(update=how.get("figures", {}))
-    speed = speed_of(step, hardware.device, figures, [], num_steps=None).tokens_per_second
+    return step, hardware.device, hardware.figures.model_copy(update=how.get("figures", {}))
+
+
+def predicted(row: Row) -> Range:
+    """Tokens a second of a device, as a plan would predict them."""
+    step, device, figures = step_and_figures(row)
+    speed = speed_of(step, device, figures, [], num_steps=None).tokens_per_second
     assert speed is not None
     return speed.times(1 / row.layout.num_processes)
+
+
+def recorded(row: Row) -> RunRecord:
+    """The run as if it were one of one's own."""
+    step, device, figures = step_and_figures(row)
+    return RunRecord(
+        device=device.name,
+        model_type=step.model_type,
+        adapter=step.adapter,
+        dtype=step.dtype,
+        num_params=step.num_params,
+        flops_per_token=step.flops_per_token,
+        tokens_per_second=row.tokens_per_second * row.layout.num_processes,
+        sheet_flops_per_second=modelled_rate(step, device, figures),
+        micro_batch_tokens=step.tokens_of_micro_batch,
+        peak_memory_bytes=1,
+        planned_memory_bytes=1,
+        layout=row.layout,
+        num_nodes=step.num_nodes,
+    )
+
+
+@cache
+def told_by_another() -> tuple["Outcome", ...]:
+    """Rows with what one development run of the same source, devices and kernels lets expect."""
+    found = []
+    for row, other in permutations(rows(), 2):
+        same = all(row.setting.get(key) == other.setting.get(key) for key in ("type", "machine", "layout", "fused"))
+        if row.name != other.name or not same or other.part != "development":
+            continue
+        step, device, figures = step_and_figures(row)
+        speed = speed_of(step, device, figures, [recorded(other)], num_steps=None)
+        assert speed.tokens_per_second is not None
+        if speed.basis.startswith("measured"):
+            found.append(Outcome(row, speed.tokens_per_second.times(1 / row.layout.num_processes)))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -228,23 +283,33 @@ def summary(some: Sequence[Outcome]) -> list[tuple[str, Sequence[Outcome]]]:
     return parts
 
 
-def print_coverage(console: Console | None = None) -> None:
-    """Print how often the published speed is in the range, by half and part of the table."""
-    console = console or Console(width=120)
-    halves = [[one for one in outcomes() if one.row.held_out == held_out] for held_out in (False, True)]
-    table = Table("rows", "development", "", "held out", "", "range", "offset", title="published speeds in the range")
-    for (name, fitted), (_, held_out) in zip(*map(summary, halves), strict=True):
-        both = [*fitted, *held_out]
-        widths, offsets = [one.width for one in both], [one.offset for one in held_out or both]
-        table.add_row(
-            name,
-            *(cell for half in (fitted, held_out) for cell in _cells(half)),
-            f"{statistics.median(widths):.2f}, at most {max(widths):.2f}",
-            f"{min(offsets):.2f} to {max(offsets):.2f}",
+def table() -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Titles and rows of how often the published speed is in the range, by part of the table."""
+    lines = []
+    for name, some in summary(outcomes()):
+        widths, offsets = [one.width for one in some], [one.offset for one in some]
+        lines.append(
+            (
+                name,
+                *(_cell([one for one in some if one.row.part == part]) for part in PARTS),
+                f"{statistics.median(widths):.2f}, at most {max(widths):.2f}",
+                f"{min(offsets):.2f} to {max(offsets):.2f}",
+            )
         )
-    console.print(table)
+    return ("rows", *PARTS, "range", "published / middle"), lines
 
 
-def _cells(some: Sequence[Outcome]) -> tuple[str, str]:
-    inside = sum(one.is_inside for one in some)
-    return (f"{inside} of {len(some)}", f"{coverage(some):.0%}") if some else ("", "")
+def recorded_words() -> list[str]:
+    """Sentences of how often one run of a source tells the speed of another."""
+    parts = {
+        kind: _cell([one for one in told_by_another() if (one.width < 1.5) == is_near])
+        for kind, is_near in (("similar", True), ("other", False))
+    }
+    return [
+        f"Predicted from one recorded run of the same source, with {kind} micro-batches: {cell} in the range."
+        for kind, cell in parts.items()
+    ]
+
+
+def _cell(some: Sequence[Outcome]) -> str:
+    return f"{sum(one.is_inside for one in some)} of {len(some)} ({coverage(some):.0%})" if some else ""

@@ -117,9 +117,10 @@ def test_a_reference_computed_before_is_one_pass_over_all_rows():
     alone = Step(**{**vars(STEP), "before": Before(flops=7e15, num_micro_batches=100)})
     assert seconds_before(alone, RATE) == Range(low=100.0, high=200.0)
     with_it, without = (speed_of(one, DEVICE, FIGURES, [], num_steps=10) for one in (alone, STEP))
-    assert with_it.seconds.low - without.seconds.low == pytest.approx(100)
+    # At the peak itself, and at 57.6 % of it.
+    assert with_it.seconds.low - without.seconds.low == pytest.approx(70)
     assert with_it.tokens_per_second == without.tokens_per_second
-    assert "2 min to 3 min for the reference before training" in with_it.basis
+    assert "70 s to 2 min for the reference before training" in with_it.basis
 
 
 def test_generating_takes_the_longest_of_memory_launches_and_links_and_comes_on_top():
@@ -150,7 +151,7 @@ def test_published_speeds_of_generating_with_transformers_are_within_the_range(b
 def test_generating_is_told_apart_and_needs_the_speed_of_the_memory():
     one = Step(**{**vars(STEP), "generating": Generating(num_tokens=100, read_bytes=6e12, flops=0)})
     assert (
-        "; generation takes 6 s to 10 s of 6.7 s to 10.9 s per step"
+        "; generation takes 6 s to 10 s of 6.64 s to 10.7 s per step"
         in speed_of(one, DEVICE, FIGURES, [], num_steps=1).basis
     )
     ahead = Step(**{**vars(one), "generating": replace(one.generating, is_ahead=True)})
@@ -272,7 +273,7 @@ def test_a_recorded_run_tells_how_much_of_a_step_is_generating():
     known = resolve(asked, LAPTOP, LLAMA_1B, ROWS, [record])
     share = known.speed.generation_share
     assert (share.low, share.high) == (pytest.approx(0.6), pytest.approx(0.6))
-    assert known.speed.tokens_per_second.low == pytest.approx(100)
+    assert known.speed.tokens_per_second.low == pytest.approx(85)
     (reason,) = (reason for reason in known.reasons if reason.topic == "generation")
     assert reason.why.endswith("; 60% of the step time")
     assert record.computing_flops_per_second == pytest.approx(record.flops_per_second / 0.4)

@@ -118,6 +118,7 @@ def _planned(
         passes=setting.passes_in(layout),
         offloaded_bytes=fitting.memory.offloaded_bytes,
         tiled_mlp=fitting.mlp_tile_tokens is not None,
+        is_fused=kernels != "torch" or compiled,
     )
     num_steps, speed = None if schedule is None else schedule.num_steps, None
     if step is not None:

@@ -352,6 +352,8 @@ def _record(run: Run) -> RunRecord | None:
             dtype=plan.dtype,
             num_params=plan.num_params,
             flops_per_token=plan.speed.flops_per_token,
+            sheet_flops_per_second=plan.speed.sheet_flops_per_second,
+            micro_batch_tokens=plan.speed.micro_batch_tokens,
             tokens_per_second=result["tokens_per_second"],
             by_vllm=plan.vllm is not None,
             generation_share=None if seconds is None else seconds / result["step_seconds"],

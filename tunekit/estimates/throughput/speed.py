@@ -2,8 +2,8 @@
 
 Speed of a run, its duration and cost: the time of a step, and the number of steps.
 
-That time comes from the user's own runs on the same device where there are any, or else from published figures as a
-range (`tunekit.estimates.throughput.step`); where there is neither, nothing is predicted.
+That time comes from the user's own runs on the same device where there are any, within 15 %, or else from the device's
+sheet, within a factor of two (`tunekit.estimates.throughput.step`); where there is neither, nothing is predicted.
 
 Records of finished runs that inform the plan of the next one on the same device.
 
@@ -35,6 +35,7 @@ from tunekit.estimates.memory.states import (
 from tunekit.estimates.passes import Passes, generation_bytes, passes_of
 from tunekit.estimates.throughput import step as steps
 from tunekit.estimates.throughput.step import Range, Step
+from tunekit.estimates.throughput.traffic import launched_passes, traffic_of
 from tunekit.recipe.schema import Recipe
 
 MIN_ALLOCATED_BYTES = 2**30
@@ -66,6 +67,10 @@ class RunRecord(Facts):
     layout: Layout = Layout()
     """Layout of the run: another layout waits for other collectives."""
     num_nodes: int = 1
+    sheet_flops_per_second: float | None = None
+    """FLOP/s of a device that its plan expected by the device's sheet; None where that was not known."""
+    micro_batch_tokens: float | None = None
+    """Tokens of a micro-batch of its plan; None where an earlier version did not write them."""
     planned_tensor_bytes: int | None = None
     """Planned bytes of tensors alone."""
     peak_allocated_bytes: int | None = None
@@ -220,8 +225,13 @@ def _hours(hours: float) -> str:
 
 
 SIMILAR_SIZE = 2
-"""Factor by which a recorded model may be larger or smaller than the planned one: the share of the peak depends on the
-size of the products. A choice, not a measurement."""
+"""Factor by which a recorded model, or micro-batch, may be larger or smaller than the planned one: the share of the
+peak depends on the size of the products. A choice, not a measurement."""
+
+RECORDED_SPREAD = Range(low=0.85, high=1.15)
+"""Ends of the range around what runs of one's own with similar micro-batches let expect. Of published runs, seven of
+ten are as near to what one run of the same source and devices lets expect (`python -m benchmarks.speed`); those differ
+in length, model and kernels."""
 
 
 class Speed(Facts):
@@ -236,6 +246,10 @@ class Speed(Facts):
     """Of these, what is no recomputation, and those of generating it: what counts to the MFU."""
     peak_flops_per_second: float | None = None
     """Of one device by its sheet, for the type of the products; None where that is not known."""
+    sheet_flops_per_second: float | None = None
+    """Operations a second of a device that its sheet gives for such a step; None where that is not known."""
+    micro_batch_tokens: float | None = None
+    """Tokens of a micro-batch, with the most padding that there can be."""
     tokens_per_second: Range | None = None
     """Tokens without padding, in the training steps alone, on all devices together."""
     num_devices: int = 1
@@ -306,6 +320,7 @@ def step_of(
     passes: Passes | None = None,
     offloaded_bytes: int = 0,
     tiled_mlp: bool = False,
+    is_fused: bool = True,
 ) -> Step | None:
     """The work of one optimizer step; None for models whose operations are not counted.
 
@@ -326,6 +341,7 @@ def step_of(
         passes: What the method does in a step; as transformers generates and without a teacher where left out.
         offloaded_bytes: Activations that a device copies to host memory in a micro-batch, and back.
         tiled_mlp: Whether MLPs are computed in tiles.
+        is_fused: Whether kernels fuse what lies between products, or layers are compiled.
     """
     if not steps.is_counted(model):
         return None
@@ -428,6 +444,13 @@ def step_of(
         else None,
         # A stream is read in its order, by one process.
         max_workers=0 if recipe.data.streaming else cores,
+        attention_flops_per_token=more
+        * steps.attention_flops_per_token(
+            model, attended_tokens=attended, num_passes=3 + gradient_checkpointing + passes.num_forwards
+        ),
+        traffic=traffic_of(model, recipe.adapter, dtype, trained_dtype, gradient_checkpointing=gradient_checkpointing),
+        is_fused=is_fused,
+        launched_passes=launched_passes(model, recipe.adapter, gradient_checkpointing=gradient_checkpointing),
     )
 
 
@@ -472,6 +495,8 @@ def speed_of(
         flops_per_token=step.flops_per_token,
         model_flops_per_token=step.model_flops_per_token,
         peak_flops_per_second=peak,
+        sheet_flops_per_second=steps.modelled_rate(step, device, figures),
+        micro_batch_tokens=step.tokens_of_micro_batch,
         num_devices=step.num_devices,
         basis="",
     )
@@ -523,12 +548,16 @@ class _Timed:
     rate: Range
     """Operations a second of a device."""
     basis: str
+    generation_share: Range | None = None
+    """Share of the time in which similar runs generated answers; None where that was not measured."""
 
 
 def _generation_share(step: Step, timed: _Timed) -> Range | None:
     """The least of generating in the longest of the rest, and the other way round; None of what is done beside it."""
     if step.generating is None or step.generates_ahead:
         return None
+    if timed.generation_share is not None:
+        return timed.generation_share
     part, whole = timed.generating, timed.seconds
     remainder = Range(low=whole.low - part.low, high=whole.high - part.high)
     return Range(low=part.low / (part.low + remainder.high), high=part.high / (part.high + remainder.low))
@@ -555,9 +584,11 @@ def _timed(step: Step, device: Device, figures: Figures, records: Sequence[RunRe
     is_shared = device.kind == "cpu" and step.num_devices > 1
     alone = [] if is_shared else [record for record in similar if record.layout == Layout()]
     if as_spread:
-        rate, basis = steps.range_of([record.flops_per_second for record in as_spread]), _words_of(as_spread, device)
+        rate = _recorded_rate(step, device, figures, [(each, each.flops_per_second) for each in as_spread])
+        basis = _words_of(as_spread, device)
     elif alone:
-        rate, basis = steps.range_of([record.computing_flops_per_second for record in alone]), _words_of(alone, device)
+        rate = _recorded_rate(step, device, figures, [(each, each.computing_flops_per_second) for each in alone])
+        basis = _words_of(alone, device)
     else:
         by_peak = steps.rate_of(step, device, figures)
         if by_peak is None:
@@ -565,19 +596,48 @@ def _timed(step: Step, device: Device, figures: Figures, records: Sequence[RunRe
         rate, basis = by_peak
     generation = steps.generating(step, rate, figures)
     seconds = steps.seconds_of(step, rate, figures)
+    share = None
     if as_spread:
         # What devices waited is in it, and generating.
         whole = rate.seconds_of(step.num_tokens * step.flops_per_token / step.num_devices)
         shares = [record.generation_share for record in as_spread if record.generation_share is not None]
         if shares and step.generating is not None:
-            seconds, generation = whole, Range(low=whole.low * min(shares), high=whole.high * max(shares))
+            share = steps.range_of(shares)
+            seconds, generation = whole, Range(low=whole.low * share.low, high=whole.high * share.high)
         elif generation is not None:
             seconds = steps.with_generation(step, whole, generation)
     if seconds is None or generation is None:
         link = steps.unknown_link(step, figures)
         what = link or f"of the memory of {device.name}"
         return f"bandwidth {what} unknown; throughput unknown until a run has finished with this layout"
-    return _Timed(seconds, generation, rate, basis)
+    return _Timed(seconds, generation, rate, basis, share)
+
+
+def _recorded_rate(step: Step, device: Device, figures: Figures, recorded: Sequence[tuple[RunRecord, float]]) -> Range:
+    """Return the operations a second that recorded runs let expect: their median, and a range around it.
+
+    Another length, micro-batch or model is as much faster or slower as the sheet of the device lets expect. Runs of
+    similar micro-batches count alone where there are any. Runs that differ more among each other widen the range.
+
+    Args:
+        step: The planned step.
+        device: One of the devices it is done on.
+        figures: What its sheet says of it.
+        recorded: Runs, with what each reached.
+    """
+    by_sheet = steps.modelled_rate(step, device, figures)
+    near = [each for each in recorded if _is_near(each[0].micro_batch_tokens, step.tokens_of_micro_batch)]
+    rates = [
+        reached * (by_sheet / record.sheet_flops_per_second if by_sheet and record.sheet_flops_per_second else 1)
+        for record, reached in near or recorded
+    ]
+    spread = RECORDED_SPREAD if near else steps.SPREAD
+    around = spread.times(median(rates))
+    return Range(low=min(*rates, around.low), high=max(*rates, around.high))
+
+
+def _is_near(recorded_tokens: float | None, tokens: float) -> bool:
+    return recorded_tokens is None or 1 / SIMILAR_SIZE <= recorded_tokens / tokens <= SIMILAR_SIZE
 
 
 def _is_similar(record: RunRecord, step: Step, device: Device) -> bool:

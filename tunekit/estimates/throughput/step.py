@@ -1,9 +1,11 @@
 """Work and time of an optimizer step: its FLOPs, exchanges and updates.
 
-A device computes at a share of its peak, and sends meanwhile: what it gathers or reduces hides behind computing
-unless it takes longer, so that a micro-batch takes the longer of both; what it has to wait for comes on top. Then the
-optimizer goes through memory. Both ends of each figure are carried along: computing fast over fast links, and slowly
-over slow ones.
+A device computes products at a share of its peak, attention and what lies between products at the speed of its memory
+(see `tunekit.estimates.throughput.traffic`), unless the CPU takes longer to launch its kernels. It sends meanwhile:
+what it gathers or reduces hides behind computing unless it takes longer, so that a micro-batch takes the longer of
+both; what it has to wait for comes on top. Then the optimizer goes through memory. Both ends of each figure are carried
+along: computing fast over fast links, and slowly over slow ones. Nearly each part is a factor of two wide at most, and
+so is their sum; padding whose lengths are not known adds to it.
 
 Floating-point operations (FLOPs) are those of products of matrices, two for each multiplication. They are counted as
 torch's FlopCounterMode counts them; the tests compare the two. Of routed experts a token goes through a few, and so
@@ -22,7 +24,7 @@ type.
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, assert_never
 
@@ -41,6 +43,7 @@ from tunekit.estimates.memory.states import (
 from tunekit.estimates.models.architectures import ATTENTION_LAYERS
 from tunekit.estimates.models.model_config import model_types
 from tunekit.estimates.passes import SFT, Passes
+from tunekit.estimates.throughput.traffic import Traffic
 from tunekit.recipe.sections.adapters import Adapter, FullAdapter, LoraAdapter, QloraAdapter
 
 
@@ -81,36 +84,34 @@ def longest_of(*spans: Range) -> Range:
 PERCENT = "{:.0%}".format
 """Writes a share for `Range.words`."""
 
-NVLINK_SHARE = Range(low=0.33, high=0.85)
+NVLINK_SHARE = Range(low=0.42, high=0.84)
 """Share of the peak of links between the devices of a node that collectives reach.
 
 High: 82 % in a ring of 8 H200 (github.com/stas00/ml-engineering, network/benchmarks/results/all-reduce-8xH200.md,
-August 2026), 84 % between two H100 (github.com/NVIDIA/nccl/issues/1264). Low: 98 of 300 GB/s, worked out from LoRA
-with ZeRO-3 of a 72B model on 4 A100, 17.6 s for 8 micro-batches of 256 tokens that cannot hide it
+August 2026), 84 % between two H100 (github.com/NVIDIA/nccl/issues/1264). Low: half of it. LoRA with ZeRO-3 of a 72B
+model on 4 A100 reached 33 %, worked out from 17.6 s for 8 micro-batches of 256 tokens that cannot hide it
 (github.com/QwenLM/Qwen, README, "Profiling of Memory and Speed")."""
 
-PCIE_SHARE = Range(low=0.25, high=0.55)
+PCIE_SHARE = Range(low=0.27, high=0.54)
 """The same where there is only PCIe. 28 of 63 GB/s among 8 RTX 5090, 35 among 4 (github.com/NVIDIA/nccl/issues/1639);
-low: 12.7 of 31.5 GB/s among RTX 4090 that have direct access (github.com/tinygrad/open-gpu-kernel-modules/pull/22),
-less where they go through host memory."""
+low: half of the latter. Where they go through host memory it is less: 12.7 of 31.5 GB/s among RTX 4090 that have direct
+access (github.com/tinygrad/open-gpu-kernel-modules/pull/22)."""
 
-NETWORK_SHARE = Range(low=0.45, high=0.95)
+NETWORK_SHARE = Range(low=0.47, high=0.94)
 """Share of the peak of the network. High: 46 to 48 of 50 GB/s an adapter (github.com/NVIDIA/nccl-tests/issues/290);
 low: 180 of 400 GB/s a node (github.com/NVIDIA/nccl/issues/1031). A network that is not set up well is slower still:
 100 of 400 GB/s (github.com/NVIDIA/nccl/issues/2409)."""
 
-HOST_SHARE = Range(low=0.4, high=0.87)
+HOST_SHARE = Range(low=0.43, high=0.86)
 """Share of the peak of PCIe to host memory. High: 54.8 of 63 GB/s (github.com/aigatech/vpbenchmarking, 8 H100); low:
-where devices share a switch, a choice and not a measurement."""
+half of it, where devices share a switch: a choice and not a measurement."""
 
-CPU_PARAMS_PER_SECOND = Range(low=0.35e9, high=3.4e9)
+CPU_PARAMS_PER_SECOND = Range(low=0.35e9, high=0.7e9)
 """Parameters that the CPUs of a node update in a second, with Adam in float32.
 
-High: torchtune's full training of a 70B model on 8 A100, offloaded with a fused optimizer, took 20.9 s for a step of
-32,768 tokens (github.com/pytorch/torchtune, README of September 2024), of which computing takes at least 10.7 s: 6.9
-billion a second in bfloat16, half as many in float32. Low: a 7B model on 8 A800, whose step of 64 rows of 4,096 tokens
-took 35.4 s with its optimizer offloaded and 15.3 s without (gist.github.com/chenyaofo/d4cd6a20ab4b95cb3a49491747e2139a,
-ZeRO-2)."""
+Low: a 7B model on 8 A800, whose step of 64 rows of 4,096 tokens took 35.4 s with its optimizer offloaded and 15.3 s
+without (gist.github.com/chenyaofo/d4cd6a20ab4b95cb3a49491747e2139a, ZeRO-2). High: twice that. A fused optimizer in
+bfloat16 can do ten times as many (70B on 8 A100, github.com/pytorch/torchtune, README of September 2024)."""
 
 STATES_BYTES_ON_DISK = 28
 """Bytes that a step reads and writes for each trained parameter whose states are on a disk: float32 gradient, weight
@@ -402,65 +403,54 @@ def _num_column_products(model: ModelFacts) -> int:
     return max(2, sum(".layers.0." in f".{name}" and not model.is_tower(name) for name in model.linears) - 2)
 
 
-MUCH_BANDWIDTH = 202
-"""Operations in the time of one byte from memory, up to which a device is one of much bandwidth: A100s have 153 and
-201, an RTX 4090 164, an H100 295. Between the two kinds lies what published figures differ by."""
+PRODUCTS_SHARE = 0.8
+"""Share of a CUDA device's peak at which products of matrices are computed, where nothing else takes time.
 
-EFFICIENCY: Mapping[str, Range] = {
-    "full": Range(low=0.25, high=0.55),
-    "lora": Range(low=0.19, high=0.60),
-    "qlora": Range(low=0.14, high=0.60),
-}
-"""Share of a CUDA device's peak that training reaches, recomputation counted, by `adapter.type`. The rows behind it are
-in tests/estimates/test_published_speed.py; the upper ends are those that tunekit itself reached on an H200, and a tenth
-more: 50 % in full (1B), 56 % with LoRA and QLoRA (8B; benchmarks/results/train-nvidia-h200.json).
+This and the next three constants are fitted together to 94 published runs and six of tunekit's on an H200
+(tests/estimates/published_speed.yaml, benchmarks/results/train-nvidia-h200.json); runs that nothing was fitted to say
+how true they are (`python -m benchmarks.speed`)."""
 
-- full: torchtitan trains an 8B model on H100s at 33 % of their peak, at 39 % compiled (github.com/pytorch/torchtitan,
-  benchmarks/llama3_h100_202412_torchtitan.md, December 2024), LLM Foundry models of 3B to 13B at 40 to 46 %
-  (github.com/mosaicml/llm-foundry, scripts/train/benchmarking/README.md); guides of 2026 call 15 to 25 % poorly
-  tuned.
-- lora, qlora: the shares of full fine-tuning's that they reach on A100s, below."""
+ATTENTION_OPERATIONS_PER_BYTE = 100
+"""Operations of attention, all pairs of tokens counted, in the time of one byte from memory. Published runs with long
+rows are as fast on H100s as their memory, not as their products; kernels compute half of the pairs."""
 
-EFFICIENCY_WITH_MUCH_BANDWIDTH: Mapping[str, Range] = {
-    "full": Range(low=0.35, high=0.70),
-    "lora": Range(low=0.27, high=0.70),
-    "qlora": Range(low=0.20, high=0.57),
-}
-"""The same for a device of `MUCH_BANDWIDTH`, where what is not a product takes less of the time.
+FUSED_MOVES = 4.4
+"""Times that what products read and write goes through memory, with kernels that fuse what lies between them."""
 
-- full: transformers with ZeRO-2 trains a 7B model on A800s at 40 to 42 %
-  (gist.github.com/chenyaofo/d4cd6a20ab4b95cb3a49491747e2139a), torchtitan an 8B model on A100s at 57 %
-  (github.com/pytorch/torchtitan, docs/performance.md), LLM Foundry at 55 to 75 %.
-- lora: transformers trains Mistral 7B on an A100 1.2 to 1.3 times as fast as in full, at 55 %
-  (github.com/foundation-model-stack/fms-acceleration, scripts/benchmarks/refs/a100_80gb.csv), and Qwen at 40 to 59 %
-  with rows of 2,048 to 8,192 tokens (github.com/QwenLM/Qwen, README). Weights that are not trained need no gradient,
-  so two thirds of the operations; the products that are left are as large.
-- qlora: 42 to 54 % in the first table, 29 to 57 % in the second."""
+EAGER_MOVES = 12
+"""The same in eager code, where every norm, cast, sum and activation goes through memory."""
 
-LAYER_SECONDS = Range(low=0.0015, high=0.005)
-"""Least time of a layer in a micro-batch on CUDA, for the CPU to launch its kernels. High: LoRA of a 1.8B model
-took 0.125 s for each micro-batch of up to 512 tokens, in 24 layers (github.com/QwenLM/Qwen, README, A100,
-transformers). Low: faster CPUs and fewer kernels, a choice and not a measurement."""
+MEMORY_SHARE = 0.85
+"""Share of the peak of its memory that a device reaches: 4.27 of 4.8 TB/s on an H200, copying
+(benchmarks/results/LOG.md), and a little less in kernels that compute as well."""
+
+DEQUANTISING_SHARE = 0.46
+"""The same of making weights of 4-bit ones: bitsandbytes on an H200 (README, `nf4 dequantisation`). GPTQ's kernels are
+several times as slow, by Qwen's rows of few tokens."""
+
+SPREAD = Range(low=0.72, high=1.4)
+"""Ends of the range around what the model of a step gives, so that 80 % of measured runs are in it; published runs are
+spread by software, clocks and what their sources do not say. A factor of two."""
+
+FORWARD_SECONDS = Range(low=0.0004, high=0.0008)
+"""Least time of a forward pass of a layer on CUDA, for the CPU to launch its kernels. High: generating takes 0.76 to
+0.78 ms a layer and token with models of 1.8B to 14B, of 24 to 40 layers (github.com/QwenLM/Qwen, README, "Inference
+Performance": 54.09, 40.93 and 32.22 tokens/s on an A100, transformers). Low: faster CPUs than those of the 0.6 ms that
+Qwen3 takes, a choice and not a measurement. How many forward passes a micro-batch is worth stands in
+`tunekit.estimates.throughput.traffic`."""
 
 COLLATED_TOKENS_PER_SECOND = 2.0e6
 """Of which a process makes micro-batches, from tokenized rows on disk: 2.1 million padding-free, 2.6 million padded, on
 one core of an AMD EPYC with TRL 1.16 (`python -m benchmarks.collate`, 2026-11-21). Workers do it while devices compute;
 without them it comes on top, at worst. Tokenizing a stream is not in it."""
 
-FORWARD_SECONDS = Range(low=0.0004, high=0.0008)
-"""The same of a forward pass alone. High: generating takes 0.76 to 0.78 ms a layer and token with models of 1.8B to
-14B, of 24 to 40 layers (github.com/QwenLM/Qwen, README, "Inference Performance": 54.09, 40.93 and 32.22 tokens/s on an
-A100, transformers). Low: faster CPUs than those of the 0.6 ms that Qwen3 takes, a choice and not a
-measurement."""
-
 BANDWIDTH_SHARE = Range(low=0.6, high=1.0)
 """Share of the peak of its memory at which a device reads weights to generate. Low: 8.48 tokens/s with a 72B model, 145
 GB on two A100 that take turns (the same table); high: the peak itself."""
 
-HIDDEN_BY_LAST_BACKWARD = Range(low=0.0, high=0.5)
+HIDDEN_BY_LAST_BACKWARD = 0.5
 """Share of a micro-batch's computing that overlaps with communication once a step: the gradients of the last layers are
-ready while the first are still computed. From nothing to all of a backward pass, which is at least half of the
-computing."""
+ready while the first are still computed, in a backward pass that is at least half of the computing."""
 
 
 @dataclass(frozen=True)
@@ -519,6 +509,10 @@ class Step:
         generating: The work of generating its answers; None where there are none.
         before: What is computed before the first step; None where nothing is.
         max_workers: Processes that may make micro-batches beside each that computes; None for as many as it takes.
+        attention_flops_per_token: Of the operations for one token, those of attention.
+        traffic: Bytes that go through memory in a micro-batch.
+        is_fused: Whether kernels fuse what lies between products, or layers are compiled.
+        launched_passes: Kernels that a micro-batch launches for a layer, in forward passes.
     """
 
     model_type: str
@@ -544,6 +538,10 @@ class Step:
     generating: Generating | None = None
     before: Before | None = None
     max_workers: int | None = None
+    attention_flops_per_token: float = 0.0
+    traffic: Traffic = field(default_factory=Traffic)
+    is_fused: bool = True
+    launched_passes: float = 3.0
 
     @property
     def num_devices(self) -> int:
@@ -568,9 +566,9 @@ class Step:
     def computing(self, rate: Range) -> Range:
         """Seconds in which a device computes one micro-batch, at `rate` operations a second."""
         share = self.flops_per_token / self.num_micro_batches / self.num_devices
-        floor, again = LAYER_SECONDS.times(self.num_layers), FORWARD_SECONDS.times(self.num_layers * self.num_forwards)
+        launching = FORWARD_SECONDS.times(self.num_layers * (self.launched_passes + self.num_forwards))
         products = Range(low=self.num_tokens * share / rate.high, high=self.max_computed_tokens * share / rate.low)
-        return longest_of(products, floor.plus(again))
+        return longest_of(products, launching)
 
     def sending(self, figures: Figures, hides: Hides, *, per_step: bool, link: Link | None = None) -> Range:
         """Seconds of what is sent in a micro-batch, or once a step, over one link or all; unknown ones left out."""
@@ -585,15 +583,33 @@ class Step:
 
 def rate_of(step: Step, device: Device, figures: Figures | None) -> tuple[Range, str] | None:
     """Operations a second that a device reaches by its sheet, and in words; None where that is not known."""
+    rate, peak = modelled_rate(step, device, figures), peak_of(step, device, figures)
+    if rate is None or peak is None:
+        return None
+    span = SPREAD.times(rate)
+    # No device is faster than its peak.
+    span = Range(low=span.low, high=min(span.high, peak))
+    words = f"estimate: {span.times(1 / peak).words(PERCENT)} of {peak / 1e12:,.0f} TFLOP/s"
+    return span, words + (", as for dense models" if step.is_sparse else "")
+
+
+def modelled_rate(step: Step, device: Device, figures: Figures | None) -> float | None:
+    """Operations a second that the model of a step gives, between the ends of the range; None where unknown."""
     peak = peak_of(step, device, figures)
     bandwidth = None if figures is None else figures.memory_bytes_per_second
     if peak is None or bandwidth is None:
         return None
-    shares = EFFICIENCY_WITH_MUCH_BANDWIDTH if peak / bandwidth <= MUCH_BANDWIDTH else EFFICIENCY
-    share = shares.get(step.adapter, shares["lora"])
-    words = f"estimate: {share.words(PERCENT)} of {peak / 1e12:,.0f} TFLOP/s"
-    words += "" if step.adapter in shares else ", as with LoRA"
-    return share.times(peak), words + (", as for dense models" if step.is_sparse else "")
+    return step.flops_per_token / _seconds_per_token(step, peak, bandwidth)
+
+
+def _seconds_per_token(step: Step, peak: float, bandwidth: float) -> float:
+    """Seconds of one device for a token of a full micro-batch, in products, attention and memory."""
+    traffic, tokens = step.traffic, step.tokens_of_micro_batch
+    products = (step.flops_per_token - step.attention_flops_per_token) / (PRODUCTS_SHARE * peak)
+    attention = step.attention_flops_per_token / ATTENTION_OPERATIONS_PER_BYTE
+    moved = (FUSED_MOVES if step.is_fused else EAGER_MOVES) * traffic.layers + traffic.weights / tokens
+    dequantised = traffic.dequantised / tokens
+    return products + (attention + moved / MEMORY_SHARE + dequantised / DEQUANTISING_SHARE) / bandwidth
 
 
 def peak_of(step: Step, device: Device, figures: Figures | None) -> float | None:
@@ -625,8 +641,8 @@ def seconds_of(step: Step, rate: Range, figures: Figures) -> Range | None:
     beside, on_top = (collating, 0.0) if workers else (0.0, collating)
     micro_batch = longest_of(computing, hidden, Range(low=collating, high=beside)).plus(exposed)
     uncovered = Range(
-        low=max(0.0, behind.low - HIDDEN_BY_LAST_BACKWARD.high * computing.low),
-        high=max(0.0, behind.high - HIDDEN_BY_LAST_BACKWARD.low * computing.high),
+        low=max(0.0, behind.low - HIDDEN_BY_LAST_BACKWARD * computing.low),
+        high=max(0.0, behind.high - HIDDEN_BY_LAST_BACKWARD * computing.high),
     )
     micro_batches = micro_batch.plus(Range(low=0.0, high=on_top)).times(step.num_micro_batches)
     return with_generation(step, micro_batches.plus(uncovered).plus(after).plus(update), generation)
@@ -836,6 +852,17 @@ def flops_per_token(
     again = forward + attention - 2 * _sizes(last) if gradient_checkpointing else 0
     tiled = 2 * _sizes({n: s for n, s in model.linears.items() if last_part(n) in TO_MLP}) if tiled_mlp else 0
     return forward + backward + 3 * attention + head + again + tiled
+
+
+def attention_flops_per_token(model: ModelFacts, *, attended_tokens: float, num_passes: float) -> float:
+    """Floating-point operations of one token's attention in a training step.
+
+    Args:
+        model: A model that `is_counted`.
+        attended_tokens: Length of a row of attention scores.
+        num_passes: Forward passes, of which the backward pass is worth two.
+    """
+    return num_passes * _attention_flops(model, attended_tokens)
 
 
 def forward_flops_per_token(model: ModelFacts, *, attended_tokens: float, head_share: float) -> float:
