@@ -63,7 +63,7 @@ def main() -> None:
     text = report()
     print(text)
     if arguments.save:
-        where = f"`python -m benchmarks.speed --save`: {in_words(())}."
+        where = f"`python -m benchmarks.speed --save`: {in_words(['tunekit'])}."
         RESULTS.write_text(f"{INTRODUCTION}\n{where}\n\n{text}", encoding="utf-8")
 
 

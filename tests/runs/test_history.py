@@ -60,13 +60,13 @@ def test_a_record_is_what_the_run_wrote_down(here):
     )
 
 
-def test_the_next_plan_says_what_the_run_measured(here):
+def test_the_next_plan_predicts_what_the_run_measured_within_fifteen_percent(here):
     (record,) = recorded_runs()
     plan = tunekit.plan(recipe())
     expected = record.flops_per_second / plan.speed.flops_per_token
-    assert plan.speed.tokens_per_second.low == pytest.approx(expected)
-    assert plan.speed.tokens_per_second.high == pytest.approx(expected)
-    assert plan.speed.seconds.high == pytest.approx(3 * 4 * 64 / expected)
+    assert plan.speed.tokens_per_second.low == pytest.approx(0.85 * expected)
+    assert plan.speed.tokens_per_second.high == pytest.approx(1.15 * expected)
+    assert plan.speed.seconds.high == pytest.approx(3 * 4 * 64 / (0.85 * expected))
     assert "measured in 1 run on this device, which used " in plan.explain()
 
 
