@@ -275,8 +275,8 @@ def facts_of(step: Step) -> ModelFacts:
     )
 
 
-def traced_facts_of(step: Step) -> ModelFacts:
-    """Facts as a plan with a trace has them: from a config.json, and from a trace of rows of the same length."""
+def traced_facts_of(step: Step, *, is_sharded: bool = False) -> ModelFacts:
+    """Facts as a plan with a trace has them: from a config.json, and from traces of rows of the same length."""
     with TemporaryDirectory() as folder:
         config = step.config()
         config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
@@ -290,7 +290,11 @@ def traced_facts_of(step: Step) -> ModelFacts:
             length=step.length,
             attention="eager" if step.family in families()["without_sdpa"] else "sdpa",
         )
-        return with_trace(sketch_model(section), request, step_trace.trace_step(request))
+        facts = with_trace(sketch_model(section), request, step_trace.trace_step(request))
+        if is_sharded:
+            request = request.model_copy(update={"casts_weights": False})
+            facts = with_trace(facts, request, step_trace.trace_step(request))
+        return facts
 
 
 def estimate_of(

@@ -10,7 +10,7 @@ the others before it is used again.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -31,6 +31,7 @@ from tunekit.models.quantization import SHARDED, Stack, expert_stacks
 from tunekit.models.sharded_4bit import divide_bytes, scales_of_sharded
 from tunekit.models.step_trace import LiveBytes, as_on_cuda, quantized, watch
 from tunekit.recipe.sections.adapters import QloraAdapter
+from tunekit.training.engines.fsdp2 import layer_types
 
 NUM_BATCHES = 3
 """Micro-batches of a step that accumulates: one that leaves gradients, one that adds to them, and one that reduces."""
@@ -65,7 +66,7 @@ def trace(sharded: ShardedStep) -> Trace:
                     divide_bytes(module, name, Stack(quantized(step.adapter, torch.bfloat16, *shape)), None)
         model.train()
         if layout.strategy == "fsdp2":
-            model = fsdp2_prepare_model(fake_accelerator(sharded, mesh), model)
+            model = fsdp2_prepare_model(fake_accelerator(sharded, mesh, layer_types(list(model.modules()))), model)
         with FakeTensorMode(allow_non_fake_inputs=True), as_on_cuda():
             model.to_empty(device="cpu")
             base.tie_weights()
@@ -149,11 +150,12 @@ def fake_processes(layout: Layout) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def fake_accelerator(sharded: ShardedStep, mesh: DeviceMesh) -> SimpleNamespace:
+def fake_accelerator(sharded: ShardedStep, mesh: DeviceMesh, layers: Collection[str] | None = None) -> SimpleNamespace:
     """What `fsdp2_prepare_model` reads of an Accelerator, which cannot be made without as many processes."""
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=None if layers is None else sorted(layers),
         reshard_after_forward=sharded.layout.reshard_after_forward,
         cpu_ram_efficient_loading=False,
         state_dict_type="SHARDED_STATE_DICT",

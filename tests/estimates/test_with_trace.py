@@ -28,7 +28,7 @@ def test_a_corrected_peak_is_that_of_other_rows(step):
 @pytest.mark.slow
 @pytest.mark.parametrize("sharded", SHARDED[:-SECONDS:3], ids=str)
 def test_a_corrected_peak_is_that_of_many_devices(sharded):
-    estimated = estimate_of(sharded.step, sharded.layout, traced_facts_of(sharded.step))
+    estimated = estimate_of(sharded.step, sharded.layout, traced_facts_of(sharded.step, is_sharded=True))
     assert estimated.tensor_bytes == pytest.approx(oracle_shards.trace(sharded).peak_bytes, rel=0.1)
 
 

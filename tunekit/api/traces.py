@@ -76,20 +76,27 @@ def _traced(
     request = _request(model, recipe, hardware)
     if isinstance(request, str):
         return None, request
-    path = _folder() / f"{_key(request)}.json"
-    if not path.is_file():
+    requests = [request]
+    if hardware.num_accelerators > 1 and request.trained_dtype != request.dtype:
+        # Layouts that shard hand layers other weights than those on one device.
+        requests.append(request.model_copy(update={"casts_weights": False}))
+    paths = [_folder() / f"{_key(request)}.json" for request in requests]
+    if not all(path.is_file() for path in paths):
         if tracing == "stored":
             return None, "not yet; `tunekit plan --trace` traces a step"
         if on_event is not None:
             on_event({"event": "trace", "model": model.path})
-        trace, problem = _make(request)
-        if problem is not None:
-            return None, problem
-        write_whole(path, trace)
-    stored = json.loads(path.read_text(encoding="utf-8"))
-    if "problem" in stored:
-        return None, stored["problem"]
-    return with_trace(model, request, StepTrace.model_validate(stored)), ""
+    for request, path in zip(requests, paths, strict=True):
+        if not path.is_file():
+            trace, problem = _make(request)
+            if problem is not None:
+                return None, problem
+            write_whole(path, trace)
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        if "problem" in stored:
+            return None, stored["problem"]
+        model = with_trace(model, request, StepTrace.model_validate(stored))
+    return model, ""
 
 
 def _request(model: ModelFacts, recipe: Recipe, hardware: Hardware) -> TraceRequest | str:

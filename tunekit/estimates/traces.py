@@ -32,6 +32,14 @@ class TraceRequest(BaseModel):
     length: int
     """Tokens of a row."""
     attention: Literal["sdpa", "eager"]
+    casts_weights: bool = True
+    """True if autocast casts float32 weights, as on one device and under DDP; False if layers have them in the type of
+    the products, as FSDP2 and DeepSpeed hand them over."""
+
+    @property
+    def weights_dtype(self) -> Literal["float32", "bfloat16", "float16"]:
+        """Type in which layers have trained weights."""
+        return self.trained_dtype if self.casts_weights else self.dtype
 
     @property
     def num_rows(self) -> tuple[int, int]:
@@ -102,15 +110,32 @@ class Line:
 
 
 @dataclass(frozen=True)
+class Lines:
+    """Deviations without gradient checkpointing, and with it, where a model has that."""
+
+    kept: Line
+    recomputed: Line | None
+
+    def at(self, num_tokens: int, *, recomputes: bool) -> Deviation:
+        """Return the deviation for a micro-batch of so many tokens."""
+        line = self.recomputed if recomputes else self.kept
+        return Deviation() if line is None else line.at(num_tokens)
+
+
+@dataclass(frozen=True)
 class Deviations:
     """Deviations of the formulas for one model and adapter.
 
     Attributes:
         adapter: The adapter. With another one they are an estimate.
-        kept: Without gradient checkpointing.
-        recomputed: With it; None where it was not traced.
+        casting: Where autocast casts float32 weights.
+        handed: Where layers get weights in the type of the products; None where that was not traced.
     """
 
     adapter: Adapter
-    kept: Line
-    recomputed: Line | None
+    casting: Lines
+    handed: Lines | None = None
+
+    def of(self, *, casts_weights: bool) -> Lines:
+        """Return the deviations of a layout."""
+        return self.casting if casts_weights or self.handed is None else self.handed

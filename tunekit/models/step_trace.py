@@ -201,7 +201,7 @@ def _built(request: TraceRequest) -> PreTrainedModel:
         raise ModelError(
             f"transformers does not know the type {request.config.get('model_type')!r}", hint="plan without a trace"
         )
-    stored = request.trained_dtype if isinstance(request.adapter, FullAdapter) else request.dtype
+    stored = request.weights_dtype if isinstance(request.adapter, FullAdapter) else request.dtype
     model: PreTrainedModel = auto_class(config).from_config(
         config, dtype=getattr(torch, stored), attn_implementation=request.attention
     )
@@ -217,7 +217,7 @@ def _adapted(base: PreTrainedModel, request: TraceRequest) -> torch.nn.Module:
         base.is_loaded_in_4bit = True
     model = attach_adapter(base, adapter, seed=0)
     if not isinstance(adapter, FullAdapter):
-        keep_trained(model)
+        keep_trained(model, request.weights_dtype)
     return model
 
 

@@ -28,7 +28,7 @@ from tunekit.estimates.memory.pictures import PictureBytes, PictureLoad, counts,
 from tunekit.estimates.memory.sharding import fsdp2_kept, fsdp2_needs, units_of, zero_kept, zero_needs
 from tunekit.estimates.memory.states import BYTES, PHASE_WORDS, Dtype, Kept, Need, Phase
 from tunekit.estimates.passes import SFT, Passes, method_needs, with_reference
-from tunekit.estimates.traces import Deviation, Deviations, Line, PhaseBytes, StepTrace, TraceRequest
+from tunekit.estimates.traces import Deviation, Deviations, Line, Lines, PhaseBytes, StepTrace, TraceRequest
 from tunekit.recipe.methods import is_rewarded
 from tunekit.recipe.methods.spec import HeadKind
 from tunekit.recipe.schema import Recipe
@@ -170,7 +170,8 @@ def estimate(
         mlp_tile_tokens=mlp_tile_tokens,
     )
     if model.deviations is not None:
-        layers = _corrected(layers, model.deviations, mine, recomputes=gradient_checkpointing)
+        lines = model.deviations.of(casts_weights=autocast)
+        layers = _corrected(layers, lines.at(mine, recomputes=gradient_checkpointing))
     num_live = states.num_live_layers(shard, adapter)
     layers = replace(layers, kept=math.ceil(layers.kept * num_live / shard.num_layers))
     offloaded = num_live * layers.stream if activation_offloading else 0
@@ -260,7 +261,13 @@ def estimate(
 
 
 def with_trace(model: ModelFacts, request: TraceRequest, trace: StepTrace) -> ModelFacts:
-    """Return a model whose estimates are corrected by what a trace of its step found."""
+    """Return a model whose estimates are corrected by what a trace of its step found.
+
+    Args:
+        model: The model, as it is or with the trace of weights that autocast casts.
+        request: The step that was traced.
+        trace: The trace.
+    """
     window = model.sliding_window
     slides = window is not None and request.length >= window
 
@@ -268,12 +275,12 @@ def with_trace(model: ModelFacts, request: TraceRequest, trace: StepTrace) -> Mo
         """By the formulas, with so much in the forward pass of the layers beyond what they keep."""
         line = Line((0, 1), (Deviation(passing=passing), Deviation(passing=passing)))
         return estimate(
-            model.model_copy(update={"deviations": Deviations(request.adapter, line, line)}),
+            model.model_copy(update={"deviations": Deviations(request.adapter, Lines(line, line))}),
             request.adapter,
             device="cuda",
             dtype=request.dtype,
             optim="adamw_torch_fused",
-            trained_dtype=request.trained_dtype,
+            trained_dtype=request.weights_dtype,
             num_tokens=num_tokens,
             mask_length=None,
             sliding_mask_length=request.length if slides else None,
@@ -304,19 +311,19 @@ def with_trace(model: ModelFacts, request: TraceRequest, trace: StepTrace) -> Mo
         return Line((few, more), ends)
 
     recomputed = None if trace.recomputed is None else line(trace.recomputed, recomputes=True)
-    deviations = Deviations(request.adapter, line(trace.kept, recomputes=False), recomputed)
+    lines = Lines(line(trace.kept, recomputes=False), recomputed)
+    if request.casts_weights or model.deviations is None:
+        deviations = Deviations(request.adapter, lines)
+    else:
+        deviations = Deviations(request.adapter, model.deviations.casting, lines)
     return model.model_copy(update={"deviations": deviations})
 
 
 _TOO_MUCH = 2**60
 
 
-def _corrected(layers: Layers, deviations: Deviations, num_tokens: int, *, recomputes: bool) -> Layers:
+def _corrected(layers: Layers, deviation: Deviation) -> Layers:
     """Return the layers of a micro-batch with what the formulas lack of them."""
-    line = deviations.recomputed if recomputes else deviations.kept
-    if line is None:
-        return layers
-    deviation = line.at(num_tokens)
     return replace(
         layers,
         kept=layers.kept + deviation.kept,
@@ -445,7 +452,7 @@ def _confidence(
     )
     if model.deviations is not None:
         is_same = adapter == model.deviations.adapter and passes.method == "sft" and not passes.media
-        alone &= not layout.strategy.startswith("zero")
+        alone &= layout.autocasts or (layout.strategy == "fsdp2" and model.deviations.handed is not None)
         return "model traced" if is_same and alone and not offloads else "closed form"
     compares = passes.teacher is not None or passes.compares_with_itself
     if offloads or compares or isinstance(adapter, QloraAdapter) or states.token_rows(model, adapter):

@@ -351,15 +351,16 @@ def model_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
 
 def _trace_reason(deviations: Deviations) -> Reason:
     """Tell how far the formulas for the layers are from a trace of the step."""
-    num_tokens = deviations.kept.num_tokens[1]
+    lines = deviations.casting
+    num_tokens = lines.kept.num_tokens[1]
 
     def words(line: Line) -> str:
         deviation = line.at(num_tokens).kept
         return f"{gib(abs(deviation))} {'more' if deviation >= 0 else 'less'}"
 
-    why = f"the real modules on tensors without storage: layers keep {words(deviations.kept)} than by the formulas"
-    if deviations.recomputed is not None:
-        why += f", {words(deviations.recomputed)} with gradient checkpointing"
+    why = f"the real modules on tensors without storage: layers keep {words(lines.kept)} than by the formulas"
+    if lines.recomputed is not None:
+        why += f", {words(lines.recomputed)} with gradient checkpointing"
     return Reason(topic="trace", choice=f"a step of {num_tokens:,} tokens", why=why)
 
 
