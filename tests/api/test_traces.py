@@ -51,6 +51,16 @@ def test_a_type_that_formulas_do_not_know_is_traced_once(recipe, monkeypatch):
     assert len(events) == 1
 
 
+@pytest.mark.slow
+def test_layouts_that_shard_have_a_trace_of_the_weights_that_they_hand_over(recipe, monkeypatch):
+    source, requests = {**recipe("nemotron"), "parallel": {"strategy": "fsdp2"}}, []
+    make = traces._make
+    monkeypatch.setattr(traces, "_make", lambda request: requests.append(request) or make(request))
+    plan = verbs.plan(source, on="2xh100")
+    assert [request.weights_dtype for request in requests] == ["float32", "bfloat16"]
+    assert (plan.layout.strategy, plan.memory.confidence) == ("fsdp2", "model traced")
+
+
 def test_without_a_stored_trace_a_plan_says_so(recipe):
     plan = verbs.plan(recipe("nemotron"), on="h100", trace=False)
     assert plan.memory.confidence == "outside the model"
