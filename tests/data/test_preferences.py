@@ -53,6 +53,12 @@ def test_axolotls_pairs_have_their_prompt_in_messages_and_an_answer_in_one_messa
     assert data.notes[0].endswith(": messages -> prompt")
 
 
+def test_an_answer_may_be_one_message_after_a_prompt_of_a_column_that_is_named():
+    row = {"conversation": ASK, "chosen": GOOD[0], "rejected": BAD[0]}
+    data = load(row, columns={"prompt": "conversation"}, format="preference")
+    assert list(data.train[0].rows) == [{"prompt": ASK, "chosen": GOOD, "rejected": BAD}]
+
+
 @pytest.mark.parametrize(
     ("row", "made", "said"),
     [

@@ -87,6 +87,18 @@ DIFFERENT = [
     ),
     (
         AXOLOTL,
+        {"datasets": [CHAT], "train_on_inputs": True},
+        "train_on_inputs",
+        "data.loss_on: all; Axolotl trains on the contents and end tokens of all turns",
+    ),
+    (
+        AXOLOTL,
+        {"datasets": [{**CHAT, "roles_to_train": [], "message_field_training": "train"}]},
+        "datasets[0].roles_to_train",
+        "the recipe also on assistant turns without a mark",
+    ),
+    (
+        AXOLOTL,
         {"datasets": [CHAT], "adapter": None, "bf16": "full", "optimizer": "ao_adamw_4bit"},
         "optimizer",
         "rounds bfloat16 weights to the nearest, tunekit rounds bfloat16 weights stochastically",
@@ -195,6 +207,7 @@ SAME = [
     (TRL, {"assistant_only_loss": True, "pad_token": "<pad>"}),
     (TORCHTUNE, {"dataset": {"_component_": "torchtune.datasets.text_completion_dataset", "source": "me/texts"}}),
     (AXOLOTL, {"datasets": [{"path": "a.jsonl", "type": "alpaca"}]}),
+    (AXOLOTL, {"datasets": [{"path": "a.jsonl", "type": "alpaca"}], "train_on_inputs": True}),
     (AXOLOTL, {"pretraining_dataset": "me/web", "max_steps": 9}),
     (SWIFT, {}),
     (SWIFT, {"truncation_strategy": "delete"}),

@@ -64,6 +64,7 @@ def _method(draft: Draft) -> None:
 def finish(draft: Draft) -> None:
     """Record Axolotl's defaults for what the file does not set, and what looks wrong."""
     draft.assume({"data.max_length": 512})
+    rows.note_untrained_roles(draft)
     if draft.has_images:
         _note_images(draft)
     elif not all(kind == "text" for kind in hf.source_formats(draft)):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tunekit.migration import training as hf
-from tunekit.migration.draft import Draft, UnfitError, carried, names, reason, text
+from tunekit.migration.draft import Draft, UnfitError, carried, names, reason, text, truth
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Fate
 from tunekit.migration.vocabulary import same_template
@@ -176,6 +176,28 @@ def roles_to_train(draft: Draft, entry: Entry) -> Fate:
     return Fate("unsupported", "data.loss_on trains on all assistant turns, the last one, or every token")
 
 
+def note_untrained_roles(draft: Draft) -> None:
+    """Note lists of no roles, with which Axolotl trains on marked turns only."""
+    for entry in draft.original.entries:
+        if entry.pattern in ("datasets[].roles_to_train", "datasets.roles_to_train") and entry.value == []:
+            words = "Axolotl trains only on turns that are marked; the recipe also on assistant turns without a mark"
+            draft.fates[entry.key] = Fate("different", words)
+
+
+def train_on_inputs(draft: Draft, entry: Entry) -> Fate:
+    """Training on prompts; of chats Axolotl trains on contents and end tokens, not on the headers of turns."""
+    if not truth(entry.value):
+        return Fate("silent", reason("loss_default"))
+    draft.suspect(entry.key, f"{entry.key}: the loss includes user turns")
+    fate = draft.carry(entry, "data.loss_on", "all")
+    datasets = draft.get("datasets", [])
+    kinds = [str(rows.get("type")) for rows in datasets if isinstance(rows, Mapping)]
+    if draft.method == "sft" and any(kind.startswith("chat_template") for kind in kinds):
+        words = "Axolotl trains on the contents and end tokens of all turns; the recipe also on their headers"
+        return Fate("different", f"{fate.words}; {words}")
+    return fate
+
+
 def end_tokens(draft: Draft, entry: Entry) -> Fate:
     """The end tokens that are learned."""
     if entry.value == "turn":
@@ -186,7 +208,8 @@ def end_tokens(draft: Draft, entry: Entry) -> Fate:
 def training_field(draft: Draft, entry: Entry) -> Fate:
     """The key of a turn that says whether it is learned."""
     if entry.value in _TRAINING_FIELDS:
-        return Fate("silent", f"{entry.value} of a turn is supported: false masks it from the loss")
+        words = f"{entry.value} of a turn is supported: false masks it from the loss; true trains on no other role"
+        return Fate("silent", words)
     words = f"supported keys: {', '.join(_TRAINING_FIELDS)}; rename it with a function (data.format: module:function)"
     raise UnfitError(words)
 

@@ -252,8 +252,9 @@ def preference(row: Row, findings: Findings) -> Row:
     question, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
     if question is None and row.get("messages") is not None and isinstance(chosen, dict):
         findings.columns.add("messages")
-        question, chosen = row["messages"], [chosen]
-        rejected = [rejected] if isinstance(rejected, dict) else rejected
+        question = row["messages"]
+    if isinstance(question, list):
+        chosen, rejected = ([said] if isinstance(said, dict) else said for said in (chosen, rejected))
     if row.get("conversations") is not None:
         if question is not None:
             raise BadRow("columns prompt and conversations both hold the prompt; keep one of them")
