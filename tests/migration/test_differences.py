@@ -59,6 +59,12 @@ DIFFERENT = [
         "excess_length_strategy",
         "drops rows longer than data.max_length by default",
     ),
+    (
+        AXOLOTL,
+        {"datasets": [{"path": "a.jsonl", "type": "chat_template.default"}], "rl": "dpo"},
+        "datasets[0].type",
+        "Axolotl strips line breaks that a template, such as ChatML, writes after an answer",
+    ),
     (AXOLOTL, {"datasets": [CHAT], "chat_template": "phi_4"}, "chat_template", f"template phi_4; {OWN}"),
     (
         AXOLOTL,
@@ -84,6 +90,12 @@ DIFFERENT = [
         {"datasets": [{**CHAT, "train_on_eos": "all"}]},
         "datasets[0].train_on_eos",
         "end tokens of trained turns only",
+    ),
+    (
+        AXOLOTL,
+        {"datasets": [{"path": "a.jsonl", "type": "completion"}]},
+        "datasets",
+        "which begins with the next token in Axolotl, and with the last one again in tunekit",
     ),
     (
         AXOLOTL,
@@ -193,7 +205,6 @@ def test_templates_are_carried_over_to_names_that_recipes_take(tool) -> None:
 
 SAME = [
     (AXOLOTL, {"datasets": [CHAT], "excess_length_strategy": "truncate"}),
-    (AXOLOTL, {"datasets": [{"path": "a.jsonl", "type": "completion"}]}),
     (
         AXOLOTL,
         {
@@ -213,6 +224,12 @@ SAME = [
     (SWIFT, {"truncation_strategy": "delete"}),
     (LLAMA_FACTORY, {"dataset": "chats"}),
 ]
+
+
+def test_llama_3_writes_nothing_after_an_answer_that_axolotl_strips() -> None:
+    pairs = {"datasets": [{"path": "a.jsonl", "type": "chat_template.default"}], "rl": "dpo"}
+    report = made(AXOLOTL, **pairs, chat_template="llama3")
+    assert [line.key for line in report.different] == ["excess_length_strategy"]
 
 
 @pytest.mark.parametrize("name", ["chatml", "qwen", "llama3"])

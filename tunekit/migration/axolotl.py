@@ -69,6 +69,10 @@ def finish(draft: Draft) -> None:
         _note_images(draft)
     elif not all(kind == "text" for kind in hf.source_formats(draft)):
         hf.drops_too_long(draft, "excess_length_strategy", "drop")
+    if "text" in hf.source_formats(draft) and draft.get("pretraining_dataset") is None:
+        words = "texts longer than data.max_length continue in the next sequence, which begins with the next token in"
+        words += " Axolotl, and with the last one again in tunekit, so that every token is predicted"
+        draft.differ("datasets", "completion", words)
     if draft.get("pretraining_dataset") is not None and not draft.values.get("data.streaming"):
         what = "Axolotl streams pretraining_dataset"
         if "train.max_steps" in draft.values:

@@ -17,6 +17,9 @@ _TRAINING_FIELDS = ("train", "training", "loss")
 _WRAPPED = ("chatml", "llama3", "zephyr")
 """First words of types that write a prompt as a turn of this template."""
 
+_ENDS_WITH_ANSWER = ("llama3", "cohere", "mistral_v1", "mistral_v2v3", "mistral_v3_tekken")
+"""Templates that write nothing after the end token of an answer."""
+
 PREFIXED = re.compile(r"llama-?[12](?![.\d])|tiny-?llama|open_?llama|mistral-7b|mixtral|phi-?3|vicuna", re.IGNORECASE)
 """Names of models whose SentencePiece tokenizers begin a text with a space (the default `add_dummy_prefix`)."""
 
@@ -135,6 +138,9 @@ def row_type(draft: Draft, entry: Entry) -> Fate:
         return Fate("different", f"{words}{how}")
     if last in _PAIRS and "chat_template" not in kind:
         return Fate("carried", f"data.columns: {_PAIRS[last]}")
+    if method in ("dpo", "cpo") and "chat_template" in kind and draft.get("chat_template") not in _ENDS_WITH_ANSWER:
+        words = "Axolotl strips line breaks that a template, such as ChatML, writes after an answer; tunekit keeps them"
+        return Fate("different", words)
     if last in ("ultra", "default", "chat_template") or first in ("chat_template", "bradley_terry"):
         return Fate("decided", "the format of preference rows is detected from their columns")
     return Fate("unsupported", f"{kind} is a function of Axolotl or your own: set data.format to module:function")

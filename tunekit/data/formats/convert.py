@@ -254,7 +254,7 @@ def preference(row: Row, findings: Findings) -> Row:
         findings.columns.add("messages")
         question = row["messages"]
     if isinstance(question, list):
-        chosen, rejected = ([said] if isinstance(said, dict) else said for said in (chosen, rejected))
+        chosen, rejected = ([value] if isinstance(value, dict) else value for value in (chosen, rejected))
     if row.get("conversations") is not None:
         if question is not None:
             raise BadRow("columns prompt and conversations both hold the prompt; keep one of them")
