@@ -1136,8 +1136,29 @@ trl:
             {"method.type": "grpo", "method.trainer_args.multi_objective_aggregation": "normalize_then_sum"},
             ["datasets[0].type"],
         ),
+        (f"{AXOLOTL_FULL}plugins: [axolotl.integrations.swanlab.SwanLabPlugin]\nuse_swanlab: true\n", {}, []),
+        (f"{AXOLOTL_FULL}plugins: [swanlab.SwanLabPlugin, spectrum.SpectrumPlugin]\n", {}, ["plugins"]),
+        (f"{AXOLOTL_FULL}do_causal_lm_eval: true\neval_causal_lm_metrics: [perplexity]\n", {}, []),
+        (
+            f"{AXOLOTL_FULL}do_causal_lm_eval: true\neval_causal_lm_metrics: [sacrebleu]\n",
+            {},
+            ["do_causal_lm_eval", "eval_causal_lm_metrics"],
+        ),
     ],
-    ids=["mxfp4", "mxfp4 lora", "mxfp4 kept", "nf4", "torchao", "context parallel", "unread", "gdpo"],
+    ids=[
+        "mxfp4",
+        "mxfp4 lora",
+        "mxfp4 kept",
+        "nf4",
+        "torchao",
+        "context parallel",
+        "unread",
+        "gdpo",
+        "tracker",
+        "plugin",
+        "perplexity",
+        "bleu",
+    ],
 )
 def test_keys_of_axolotls_newer_versions_are_accounted_for(config, values, unsupported, tmp_path) -> None:
     (tmp_path / "axolotl.yaml").write_text(config)

@@ -323,11 +323,25 @@ def embedding_lr(draft: Draft, entry: Entry) -> Fate:
 
 def plugins(draft: Draft, entry: Entry) -> Fate:
     """Plugins, of which those for kernels have their like here."""
-    supported = ("liger", "cut_cross_entropy", "kernels")
+    if all("swanlab" in name.lower() for name in names(entry.value)):
+        return Fate("decided", reason("no_tracker"))
+    supported = ("liger", "cut_cross_entropy", "kernels", "swanlab")
     unsupported = [name for name in names(entry.value) if not any(word in name.lower() for word in supported)]
     if unsupported:
         raise UnfitError(f"unsupported: {', '.join(name.rpartition('.')[2] for name in unsupported)}")
     return Fate("decided", reason("kernels"))
+
+
+def text_metrics(draft: Draft, entry: Entry) -> Fate:
+    """Metrics of generated texts in an evaluation, or the wish to have them."""
+    if draft.get("do_causal_lm_eval") is not True:
+        return Fate("silent", "is off")
+    if draft.get("eval_causal_lm_metrics") != ["perplexity"]:
+        raise UnfitError("metrics besides the loss are unsupported during training")
+    words = (
+        "Axolotl computes the perplexity of texts in windows; the recipe logs eval_loss, of which it is the exponential"
+    )
+    return Fate("different", words)
 
 
 def texts(draft: Draft, entry: Entry) -> Fate:
