@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from tunekit.data.sources.rows import cache_folder
-from tunekit.errors import PlanError
+from tunekit.errors import DataError, PlanError
 from tunekit.estimates.facts import Hardware, ModelFacts
 from tunekit.estimates.memory.activations import is_traced
 from tunekit.estimates.memory.memory import with_trace
@@ -53,6 +53,7 @@ def trace_model(
 
     Raises:
         PlanError: All models are to be traced, and this one cannot be.
+        DataError: The trace cannot be stored.
     """
     is_outside = hardware.device.kind == "cuda" and not is_traced(model)
     if tracing != "all" and not is_outside:
@@ -80,7 +81,7 @@ def _traced(
     if hardware.num_accelerators > 1 and request.trained_dtype != request.dtype:
         # Layouts that shard hand layers other weights than those on one device.
         requests.append(request.model_copy(update={"casts_weights": False}))
-    paths = [_folder() / f"{_key(request)}.json" for request in requests]
+    paths = [cache_folder() / "traces" / f"{_key(request)}.json" for request in requests]
     if not all(path.is_file() for path in paths):
         if tracing == "stored":
             return None, "not yet; `tunekit plan --trace` traces a step"
@@ -91,7 +92,7 @@ def _traced(
             trace, problem = _make(request)
             if problem is not None:
                 return None, problem
-            write_whole(path, trace)
+            _store(path, trace)
         stored = json.loads(path.read_text(encoding="utf-8"))
         if "problem" in stored:
             return None, stored["problem"]
@@ -122,16 +123,18 @@ def _request(model: ModelFacts, recipe: Recipe, hardware: Hardware) -> TraceRequ
     )
 
 
-def _folder() -> Path:
-    folder = cache_folder() / "traces"
-    folder.mkdir(exist_ok=True)
-    return folder
+def _store(path: Path, trace: str) -> None:
+    try:
+        path.parent.mkdir(exist_ok=True)
+        write_whole(path, trace)
+    except OSError as error:
+        raise DataError(f"cannot write to {path.parent}: {error.strerror}", hint="set XDG_CACHE_HOME") from error
 
 
 def _key(request: TraceRequest) -> str:
     """Return the name of a trace: a digest of the request, the libraries, and the code that makes it."""
-    code = Path(__file__).parents[1] / "models" / "step_trace.py"
-    whole = [request.model_dump(mode="json"), {name: version(name) for name in LIBRARIES}, code.read_text("utf-8")]
+    code = [path.read_text("utf-8") for path in sorted((Path(__file__).parents[1] / "models").glob("*.py"))]
+    whole = [request.model_dump(mode="json"), {name: version(name) for name in LIBRARIES}, code]
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:40]
 
 
