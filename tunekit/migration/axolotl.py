@@ -338,9 +338,7 @@ def text_metrics(draft: Draft, entry: Entry) -> Fate:
         return Fate("silent", "is off")
     if draft.get("eval_causal_lm_metrics") != ["perplexity"]:
         raise UnfitError("metrics besides the loss are unsupported during training")
-    words = (
-        "Axolotl computes the perplexity of texts in windows; the recipe logs eval_loss, of which it is the exponential"
-    )
+    words = "Axolotl computes the perplexity of texts in windows; the recipe logs eval_loss, its logarithm"
     return Fate("different", words)
 
 
