@@ -6,6 +6,8 @@ from tests.estimates import grid_families, oracle_shards
 from tests.estimates.grid_families import SHARDED, STEPS
 from tests.estimates.oracle import Step, estimate_of, trace, traced_facts_of
 from tunekit.estimates.memory.activations import is_traced
+from tunekit.estimates.traces import TraceRequest
+from tunekit.models.step_trace import trace_phases
 from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -56,6 +58,30 @@ def test_formulas_that_are_off_are_corrected(family, adapter, checkpointing):
     assert corrected.tensor_bytes == pytest.approx(traced.peak_bytes, rel=0.01)
     if not checkpointing:
         assert abs(formulas.tensor_bytes - traced.peak_bytes) > 3 * abs(corrected.tensor_bytes - traced.peak_bytes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
+def test_a_part_of_the_layers_is_corrected_as_all_are(checkpointing):
+    """No gradient comes to the first layers, so that nothing is kept of them."""
+    sizes = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 4}
+    adapter = LoraAdapter(rank=16, layers_to_transform=[4, 5])
+    step = Step("stablelm", tuple(sizes.items()), adapter, batch=12, length=512, checkpointing=checkpointing)
+    facts = traced_facts_of(step)
+    trace = trace_phases(
+        TraceRequest(
+            config=step.config().to_dict() | {"architectures": ["StableLmForCausalLM"]},
+            adapter=adapter,
+            dtype="bfloat16",
+            trained_dtype="float32",
+            length=512,
+            attention="sdpa",
+        ),
+        12,
+        checkpointing=checkpointing,
+    )
+    peak = max(dict(trace).values())
+    assert estimate_of(step, facts=facts).tensor_bytes == pytest.approx(peak, rel=0.02)
 
 
 @pytest.mark.slow

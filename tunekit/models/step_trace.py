@@ -141,14 +141,14 @@ def trace_step(request: TraceRequest) -> StepTrace:
     def traced(*, checkpointing: bool) -> tuple[PhaseBytes, PhaseBytes]:
         few, more = request.num_rows
         return (
-            _phases(request, few, checkpointing=checkpointing),
-            _phases(request, more, checkpointing=checkpointing),
+            trace_phases(request, few, checkpointing=checkpointing),
+            trace_phases(request, more, checkpointing=checkpointing),
         )
 
     return StepTrace(kept=traced(checkpointing=False), recomputed=traced(checkpointing=True) if recomputes else None)
 
 
-def _phases(request: TraceRequest, num_rows: int, *, checkpointing: bool) -> PhaseBytes:
+def trace_phases(request: TraceRequest, num_rows: int, *, checkpointing: bool) -> PhaseBytes:
     """Trace a step, and return the most bytes that were live in each of its phases."""
     dtype = getattr(torch, request.dtype)
     with torch.device("meta"):
@@ -179,7 +179,8 @@ def _phases(request: TraceRequest, num_rows: int, *, checkpointing: bool) -> Pha
         forward=constant + peaks["forward"],
         head=constant + peaks["head"],
         last=constant + peaks["last layer"] + rise,
-        first=constant + peaks["first layer"],
+        # No gradient comes so far where the first layers are frozen, or where there is one layer.
+        first=constant + peaks.get("first layer", 0),
     )
 
 

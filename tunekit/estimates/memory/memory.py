@@ -169,11 +169,11 @@ def estimate(
         num_gathered=num_tokens if layout.cp_size > 1 else 0,
         mlp_tile_tokens=mlp_tile_tokens,
     )
+    num_live = states.num_live_layers(shard, adapter)
+    layers = replace(layers, kept=math.ceil(layers.kept * num_live / shard.num_layers))
     if model.deviations is not None:
         lines = model.deviations.of(casts_weights=autocast)
         layers = _corrected(layers, lines.at(mine, recomputes=gradient_checkpointing))
-    num_live = states.num_live_layers(shard, adapter)
-    layers = replace(layers, kept=math.ceil(layers.kept * num_live / shard.num_layers))
     offloaded = num_live * layers.stream if activation_offloading else 0
     if offloaded:
         layers = _held_behind_copies(layers, num_live)
