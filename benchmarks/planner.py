@@ -241,16 +241,19 @@ def main() -> None:
     for name, seconds in plan_seconds.items():
         print(f"a plan, {name}: {1e3 * seconds:.1f} ms")
     if arguments.save:
-        versions = {package: version(package) for package in PACKAGES}
-        ran = {row.kind for row in rows}
-        stored = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"] if RESULTS.exists() else []
-        kept_rows = [row for row in stored if row["kind"] not in ran]
-        found = {
+        traced = {
             "date": datetime.now(UTC).date().isoformat(),
-            "versions": versions,
+            "versions": {package: version(package) for package in PACKAGES},
+        }
+        stored = json.loads(RESULTS.read_text(encoding="utf-8"))
+        found = {
             "seconds_per_estimate": speeds,
             "seconds_per_plan": plan_seconds,
-            "rows": [*kept_rows, *(asdict(row) | {"versions": versions} for row in rows)],
+            "traced": stored["traced"] | dict.fromkeys(arguments.steps, traced),
+            "rows": [
+                *(row for row in stored["rows"] if row["kind"] not in arguments.steps),
+                *(asdict(row) for row in rows),
+            ],
         }
         RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 

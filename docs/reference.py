@@ -96,16 +96,15 @@ def _paragraphs(field: FieldDocument) -> str:
 def planner_page() -> str:
     """Return the page of errors of the planner's memory, beside traces of the real modules."""
     results = json.loads((ROOT / "benchmarks/results/planner.json").read_text(encoding="utf-8"))
-    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     lines = [
         "# The planner beside traces\n",
-        f"`python -m benchmarks.planner --save`: {results['date']}, CPU, {versions}.\n",
+        "`python -m benchmarks.planner --save`, on a CPU.\n",
     ]
     lines += [
         "Errors of the peak, tensors only. Held-out steps were set aside before the formulas were fitted;",
         "of types that the formulas do not know, plans are corrected by a trace of other rows.\n",
     ]
-    lines += ["| steps | set | number | median | largest |", "|:--|:--|--:|--:|--:|"]
+    lines += ["| steps | set | number | median | largest | traced |", "|:--|:--|--:|--:|--:|:--|"]
     words = {
         "one": "SFT, one device",
         "many": "SFT, FSDP2",
@@ -118,7 +117,9 @@ def planner_page() -> str:
         errors = [abs(row["error"]) for row in rows]
         if errors:
             cells = [words[kind], "held out" if is_held_out else "development", str(len(errors))]
+            traced = results["traced"][kind]
             cells += [f"{statistics.median(errors):.2%}", f"{max(errors):.2%}"]
+            cells.append(f"{traced['date']}, transformers {traced['versions']['transformers']}")
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
