@@ -281,13 +281,13 @@ def differences(pairs: list[tuple[Row, Row, Row]]) -> str:
 
 def compare(tool: str, name: str, python: str) -> tuple[dict[str, str], str]:
     """Train a configuration in both tools; return the versions of the other and a line of the table."""
-    given = TOOLS[tool]
+    rival = TOOLS[tool]
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         shutil.copytree(PICO, "model")
         Path("data").mkdir()
-        given.write_rows(Path("data"))
-        Path("config.yaml").write_text(yaml.safe_dump({**given.step, **given.configs[name]}))
-        Path("theirs.py").write_text(THEIRS.format(command=given.command, package=given.package))
+        rival.write_rows(Path("data"))
+        Path("config.yaml").write_text(yaml.safe_dump({**rival.step, **rival.configs[name]}))
+        Path("theirs.py").write_text(THEIRS.format(command=rival.command, package=rival.package))
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         environment |= {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
         command = [python, "-W", "ignore", "theirs.py"]

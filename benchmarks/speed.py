@@ -1,4 +1,4 @@
-"""How many published speeds of training runs lie in the ranges that the planner predicts for them.
+"""Count the published speeds of training runs that lie in the ranges that the planner predicts for them.
 
     python -m benchmarks.speed [--save]
 

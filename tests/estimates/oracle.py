@@ -302,7 +302,7 @@ def estimate_of(
     layout: Layout = Layout(),  # noqa: B008 (frozen)
     facts: ModelFacts | None = None,
 ) -> MemoryEstimate:
-    """What the planner says of a step on accelerators, from facts of its model. Default: those of its configuration."""
+    """The planner's estimate of a step on accelerators, by default from facts of its configuration."""
     facts = facts or facts_of(step)
     length = step.length + num_virtual_tokens(step.adapter)
     mask_length = length if step.rows == "padded" else None

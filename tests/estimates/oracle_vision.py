@@ -27,7 +27,7 @@ from tunekit.estimates.memory.pictures import PictureLoad
 from tunekit.estimates.memory.states import Dtype
 from tunekit.models.documents import tell_documents_apart
 from tunekit.models.load import attach_adapter, keep_trained
-from tunekit.models.step_trace import LiveBytes, as_on_cuda, materialise, watch
+from tunekit.models.step_trace import LiveBytes, as_on_cuda, materialise, take_batch, watch
 from tunekit.models.towers import towers
 from tunekit.probe.model import sketch_model
 from tunekit.recipe.sections.adapters import Adapter, FullAdapter
@@ -172,15 +172,7 @@ def trace(step: VisionStep) -> Trace:
                 for tensor in batch.values():
                     tracker._count(tensor.untyped_storage())
             for batch in batches:
-                tracker.enter("forward")
-                ids = batch["input_ids"]
-                with torch.autocast("cpu", getattr(torch, step.dtype), enabled=step.autocasts):
-                    output = model(**batch, labels=ids, fused_lm_head=True, use_cache=False)
-                loss = output.loss
-                del output
-                tracker.enter("head")
-                loss.backward()
-                del loss
+                take_batch(model, tracker, batch, getattr(torch, step.dtype) if step.autocasts else None)
             tracker.enter("optimizer")
             tracker.peaks["optimizer"] = tracker.live
         return Trace(tracker.own_bytes, 2 * sum(trained), dict(tracker.peaks))

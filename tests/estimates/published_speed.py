@@ -47,11 +47,11 @@ class Row:
     setting: Mapping[str, Any]
     part: Part
     missed: str | None = None
-    """Why its speed is outside the range, where it is."""
+    """Reason that its speed is outside the range, where it is."""
 
     @property
     def layout(self) -> Layout:
-        """How it is spread over devices."""
+        """Layout of its devices."""
         return Layout(**self.setting.get("layout", {}))
 
     @property

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
@@ -133,9 +134,15 @@ def _store(path: Path, trace: str) -> None:
 
 def _key(request: TraceRequest) -> str:
     """Return the name of a trace: a digest of the request, the libraries, and the code that makes it."""
-    code = [path.read_text("utf-8") for path in sorted((Path(__file__).parents[1] / "models").glob("*.py"))]
-    whole = [request.model_dump(mode="json"), {name: version(name) for name in LIBRARIES}, code]
+    whole = [request.model_dump(mode="json"), _code()]
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:40]
+
+
+@cache
+def _code() -> list[str]:
+    """Return the versions of the libraries and the code of tunekit's models, read once for any number of plans."""
+    files = sorted((Path(__file__).parents[1] / "models").glob("*.py"))
+    return [*map(version, LIBRARIES), *(path.read_text("utf-8") for path in files)]
 
 
 def _make(request: TraceRequest) -> tuple[str, str | None]:

@@ -130,6 +130,11 @@ def compare_plans(source: Source, overrides: AnyOverrides = (), *, on: Sequence[
     return {name: lookup.plan_or_error(recipe, name) for name in on}
 
 
+def _machines(on: str | Sequence[str] | None) -> list[str | None]:
+    """Return the machines to plan for: those that are named, or this one."""
+    return [on] if isinstance(on, str) or on is None else list(on)
+
+
 def sweep_plans(
     source: Source,
     values: Mapping[str, Sequence[Any]],
@@ -151,7 +156,7 @@ def sweep_plans(
         TunekitError: The recipe, a value to try, the model or the data has a fault, or there is no such machine.
     """
     recipe, _ = read_recipe(source, overrides)
-    machines = [on] if isinstance(on, str) or on is None else list(on)
+    machines = _machines(on)
     combined = combinations(recipe, values, num_machines=len(machines))
     lookup = Lookup(machines)
     variants = (
@@ -190,7 +195,7 @@ def fit(
         TunekitError: The recipe, the model or the data has a fault, or there is no such machine.
     """
     recipe, _ = read_recipe(source, overrides, train_dataset=train_dataset, eval_dataset=eval_dataset)
-    machines = [on] if isinstance(on, str) or on is None else list(on)
+    machines = _machines(on)
     lookup = Lookup(machines)
     variants = (variant for machine in machines for variant in lookup.largest(recipe, machine, largest))
     return Variants(recipe, tuple(variants))
@@ -220,7 +225,7 @@ def advise(
         TunekitError: The recipe, the model or the data has a fault, or there is no such machine.
     """
     recipe, _ = read_recipe(source, overrides, train_dataset=train_dataset, eval_dataset=eval_dataset)
-    machines = [on] if isinstance(on, str) or on is None else list(on)
+    machines = _machines(on)
     well_known = WELL_KNOWN if on is None else ()
     lookup = Lookup([*machines, *well_known])
     variants = [variant for machine in machines for variant in lookup.alternatives(recipe, machine)]

@@ -71,7 +71,7 @@ class StepTrace(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     kept: tuple[PhaseBytes, PhaseBytes]
-    """Where layers keep what their backward passes need."""
+    """Without gradient checkpointing."""
     recomputed: tuple[PhaseBytes, PhaseBytes] | None
     """With gradient checkpointing; None for a model that has none."""
 

@@ -16,7 +16,7 @@ import json
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Self, cast
 from unittest import mock
 
@@ -254,16 +254,22 @@ def take(
         for batch in range(num_batches):
             if before_batch is not None:
                 before_batch(batch == num_batches - 1)
-            tracker.enter("forward")
-            with torch.autocast("cpu", autocast_dtype, enabled=autocast_dtype is not None):
-                output = model(input_ids=ids, labels=ids, fused_lm_head=True, use_cache=False, **options)
-            loss = output.loss
-            del output
-            tracker.enter("head")
-            loss.backward()
-            del loss
+            take_batch(model, tracker, {"input_ids": ids, **options}, autocast_dtype)
         tracker.enter("optimizer")
         tracker.peaks["optimizer"] = tracker.live
+
+
+def take_batch(
+    model: torch.nn.Module, tracker: LiveBytes, batch: Mapping[str, Any], autocast_dtype: torch.dtype | None
+) -> None:
+    """Take a model through the forward and the backward pass of a micro-batch."""
+    tracker.enter("forward")
+    with torch.autocast("cpu", autocast_dtype, enabled=autocast_dtype is not None):
+        output = model(**batch, labels=batch["input_ids"], fused_lm_head=True, use_cache=False)
+    loss = output.loss
+    del output
+    tracker.enter("head")
+    loss.backward()
 
 
 def materialise(model: torch.nn.Module) -> None:
@@ -383,7 +389,7 @@ def _made_dense(stack: Stack | None) -> Iterator[None]:
 
 
 def grouped_mm(rows: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """What transformers calls for the product of experts, which autocast leaves in the type of the weight."""
+    """Return the product of experts as transformers calls for it, which autocast leaves in the type of the weight."""
     return cast(torch.Tensor, _GroupedMm.apply(rows.to(weight.dtype), weight))  # type: ignore[no-untyped-call]
 
 
