@@ -489,8 +489,6 @@ UNSUPPORTED = {
     "torchtune-doubtful.yaml": {
         "dataset.new_system_prompt": "set system messages in the rows",
         "gradient_acumulation_steps": "did you mean 'gradient_accumulation_steps'?",
-        "quantizer._component_": "quantization-aware training with adapters is unsupported",
-        "quantizer.groupsize": "quantization-aware training with adapters is unsupported",
         "lr_scheduler._component_": "get_exponential_schedule: `tunekit explain train.lr_scheduler_type` lists",
     },
     "swift-doubtful.sh": {
@@ -1086,6 +1084,7 @@ def test_quantization_aware_training_is_carried_over_where_it_rounds_alike(tmp_p
 
     made = of(f"{AXOLOTL_FULL}qat:\n  weight_dtype: int4\n  activation_dtype: int8\n  group_size: 64\n")
     assert made.recipe.train.qat.model_dump() == {"weight_dtype": "int4", "activation_dtype": "int8", "group_size": 64}
+    assert {line.key for line in made.different} >= {"qat.weight_dtype"}
     made = of(
         f"{AXOLOTL_FULL}qat:\n  weight_dtype: int4\n  quantize_embedding: true\n  fake_quant_after_n_steps: 100\n"
     )
@@ -1097,6 +1096,9 @@ def test_quantization_aware_training_is_carried_over_where_it_rounds_alike(tmp_p
     quantizer = "torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer"
     made = of(f"{torchtune}\nquantizer:\n  _component_: {quantizer}\n  groupsize: 32\n")
     assert made.recipe.train.qat.model_dump() == {"weight_dtype": "int4", "activation_dtype": "int8", "group_size": 32}
+    assert {line.key for line in made.different} >= {"quantizer._component_"}
+    doubtful = migrate(CONFIGS / "torchtune-doubtful.yaml")
+    assert doubtful.recipe.adapter.type == "lora" and doubtful.recipe.train.qat.group_size == 256
 
 
 MXFP4 = "model_quantization_config: Mxfp4Config\nmodel_quantization_config_kwargs:\n  dequantize: {}\n"

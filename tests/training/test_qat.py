@@ -4,6 +4,8 @@ import json
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from torchao.quantization import (
     Int8DynamicActivationIntxWeightConfig,
     IntxWeightOnlyConfig,
@@ -11,7 +13,7 @@ from torchao.quantization import (
     PerGroup,
     quantize_,
 )
-from torchao.quantization.qat import QATConfig
+from torchao.quantization.qat import Int8DynActInt4WeightQATQuantizer, QATConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import tunekit
@@ -32,6 +34,7 @@ BY_TORCHAO = {
     "int8": IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerAxis(0)),
 }
 RECIPES = {"int4": INT4, "int8": {"weight_dtype": "int8", "group_size": None}}
+LORA = {"type": "lora", "rank": 4, "alpha": 8}
 IDS = torch.arange(40)[None]
 
 
@@ -54,6 +57,14 @@ def runs(folder):
         runs[name] = Run(made(recipe_for(folder, "full", {"qat": qat})))
         worked(runs[name].path)
     return runs
+
+
+@pytest.fixture(scope="module")
+def adapted(folder):
+    """A run of LoRA that nothing interrupts."""
+    run = Run(made(recipe_for(folder, LORA, {"qat": INT4})))
+    worked(run.path)
+    return run
 
 
 def layers(model):
@@ -91,6 +102,56 @@ def mean_loss(model, folder):
     return torch.cat(losses).mean()
 
 
+def test_a_step_of_lora_is_one_along_the_gradients_on_weights_that_torchtunes_quantizer_rounds(folder):
+    once = {"max_steps": 1, "save_steps": 1, "warmup_steps": 0, "lr_scheduler_type": "constant", "optim": "sgd"}
+    more = {"learning_rate": 1.0, "global_batch_size": 20, "weight_decay": 0.0, "max_grad_norm": 1e9}
+    qat = {"activation_dtype": "int8", "group_size": 32}
+    run = Run(made(recipe_for(folder, LORA, {**once, **more, "qat": qat})))
+    worked(run.path)
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    head = model.lm_head
+    model = Int8DynActInt4WeightQATQuantizer(groupsize=32).prepare(model)
+    assert type(model.model.layers[0].mlp.up_proj) is not torch.nn.Linear
+    model.lm_head = head
+    every = {"target_modules": "all-linear", "exclude_modules": ["lm_head"]}
+    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, **every))
+    # At the start matrices B are zero, and so are the gradients of A: A is as it was drawn.
+    for name, value in load_file(run.model_path / "adapter_model.safetensors").items():
+        if "lora_A" in name:
+            model.get_parameter(name.replace(".weight", ".default.weight")).data.copy_(value)
+    loss = mean_loss(model, folder)
+    loss.backward()
+    logged = next(event["loss"] for event in run.events() if event["event"] == "log" and "loss" in event)
+    assert logged == pytest.approx(float(loss), abs=1e-5)
+    after = load_file(run.model_path / "adapter_model.safetensors")
+    found = {name: value for name, value in after.items() if "lora_B" in name}
+    assert len(found) == 14
+    for name, value in found.items():
+        gradient = model.get_parameter(name.replace(".weight", ".default.weight")).grad
+        assert gradient.abs().max() > 1e-4
+        torch.testing.assert_close(-value, gradient, rtol=1e-3, atol=2e-5)
+
+
+def test_the_export_of_lora_is_the_quantized_base_with_the_adapter_beside(folder, adapted, tmp_path):
+    export = tunekit.export(adapted, tmp_path / "quantized", kind="quantized")
+    assert export.check.logit_error < 1e-6 < export.check.adapter_change
+    assert any("adapter/" in note for note in export.notes)
+    beside = tmp_path / "quantized" / "adapter"
+    assert json.loads((beside / "adapter_config.json").read_text())["base_model_name_or_path"] == str(beside.parent)
+    base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    quantize_(base, BY_TORCHAO["int4"], filter_fn=layers(base))
+    with torch.no_grad():
+        plain = base(input_ids=IDS).logits
+        expected = PeftModel.from_pretrained(base, adapted.model_path)(input_ids=IDS).logits
+        assert (expected - plain).abs().max() > 1e-3
+        exported = AutoModelForCausalLM.from_pretrained(beside.parent)
+        torch.testing.assert_close(exported(input_ids=IDS).logits, plain, rtol=0, atol=1e-6)
+        exported = PeftModel.from_pretrained(exported, beside)
+        torch.testing.assert_close(exported(input_ids=IDS).logits, expected, rtol=0, atol=1e-6)
+        mine = load_trained(find_trained(adapted), dtype="float32", device="cpu")
+        torch.testing.assert_close(mine(input_ids=IDS).logits, expected, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_export_is_what_torchao_makes_of_the_trained_weights(name, runs, tmp_path):
     export = tunekit.export(runs[name], tmp_path / "quantized", kind="quantized")
@@ -123,19 +184,21 @@ def test_a_run_without_it_has_no_such_export(folder):
         tunekit.export(run, kind="quantized")
 
 
-def test_a_run_that_was_cut_off_resumes_exactly(folder, runs):
-    run = Run(made(recipe_for(folder, "full", {"qat": INT4})))
+@pytest.mark.parametrize("adapter", ["full", "lora"])
+def test_a_run_that_was_cut_off_resumes_exactly(adapter, folder, runs, adapted):
+    run = Run(made(recipe_for(folder, {"full": "full", "lora": LORA}[adapter], {"qat": INT4})))
     in_processes(1, cut_off, run.path)
     worked(run.path)
-    expected = saved_weights(runs["int4"].model_path)
+    expected = saved_weights({"full": runs["int4"], "lora": adapted}[adapter].model_path)
     assert all(torch.equal(value, expected[name]) for name, value in saved_weights(run.model_path).items())
 
 
+@pytest.mark.parametrize("adapter", ["full", "lora"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_two_processes_take_the_steps_of_one(strategy, folder):
+def test_two_processes_take_the_steps_of_one(strategy, adapter, folder):
     few = {"qat": RECIPES["int8"], "max_steps": 2, "save_steps": 2}
     alone, run = (
-        Run(made(recipe_for(folder, "full", few, **parallel)))
+        Run(made(recipe_for(folder, {"full": "full", "lora": LORA}[adapter], few, **parallel)))
         for parallel in ({}, {"num_processes": 2, "strategy": strategy})
     )
     worked(alone.path)
@@ -150,7 +213,9 @@ def test_two_processes_take_the_steps_of_one(strategy, folder):
 @pytest.mark.parametrize(
     ("adapter", "train", "words"),
     [
-        ("lora", {}, "train.qat: requires full fine-tuning of all parameters"),
+        ("qlora", {}, r"train\.qat: unsupported with adapter\.type qlora"),
+        ({"type": "lora", "use_dora": True}, {}, r"train\.qat: untested with adapter\.use_dora"),
+        ({"type": "full", "last_layers": 1}, {}, r"train\.qat: requires that all parameters are trained, or LoRA"),
         ("full", {"pure_bf16": True}, "train.qat: untested with train.pure_bf16"),
         (
             "full",

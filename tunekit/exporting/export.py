@@ -24,7 +24,7 @@ from tunekit.exporting.gguf import BYTES_PER_PARAM, GgufType, check_convertible,
 from tunekit.exporting.hub import check_target
 from tunekit.exporting.hub import push as send
 from tunekit.exporting.ollama import MODELFILE, modelfile
-from tunekit.exporting.verify import Check, Kind, Subject
+from tunekit.exporting.verify import ADAPTER, Check, Kind, Subject, has_adapter_beside
 from tunekit.files import has_controls
 from tunekit.inference.inference_model import (
     Trained,
@@ -115,7 +115,7 @@ def export(
         run: The run, its folder, or its name in `runs/`.
         dest: New or empty folder. Default: `export/` in the run folder.
         kind: `adapter`, or `merged`: whole weights, or `quantized`: those of a run with `train.qat` in the types that
-            it was trained for, as torchao stores them. `auto` is `merged`.
+            it was trained for, as torchao stores them, with a LoRA adapter in a folder beside. `auto` is `merged`.
         dtype: Type of whole weights; `auto`: as the base model, or a run that trained all weights, has them.
         checkpoint: The step of the checkpoint to export, rather than the result.
         max_shard_size: Largest file of whole weights, such as `5GB`.
@@ -151,7 +151,8 @@ def export(
             tell({"event": "export", "phase": "loading", "run": trained.name})
             written = _dtype_of(trained, kind, dtype)
             _check_room(trained, kind, BYTES[written] + (BYTES_PER_PARAM[gguf] if gguf is not None else 0), draft)
-            _write(trained, kind, written, draft, max_shard_size, tell)
+            base = str(to.absolute()) if target is None else target.repo
+            _write(trained, kind, written, draft, max_shard_size, tell, base=base)
         tell({"event": "export", "phase": "checking"})
         check = _checked(Subject.of(trained, kind, written, draft))
         assert trained.run is not None
@@ -286,8 +287,19 @@ def _check_room(found: Trained, kind: Kind, bytes_per_param: float, draft: Path)
         raise RunError(problem, hint=f"free {gib(needed - free)} there, or pass a folder on another disk")
 
 
-def _write(found: Trained, kind: Kind, dtype: Dtype, draft: Path, shard: str, tell: Callable[[Event], None]) -> None:
+def _write(
+    found: Trained,
+    kind: Kind,
+    dtype: Dtype,
+    draft: Path,
+    shard: str,
+    tell: Callable[[Event], None],
+    *,
+    base: str,
+) -> None:
     """Write weights, configuration and tokenizer.
+
+    `base` is what an adapter beside quantized weights calls them.
 
     Raises:
         RunError: The disk does not take them.
@@ -297,8 +309,9 @@ def _write(found: Trained, kind: Kind, dtype: Dtype, draft: Path, shard: str, te
     from tunekit.models.load import copy_processor
 
     model, tokenizer = None, tokenizer_of(found)
+    beside = has_adapter_beside(kind, found)
     if kind != "adapter":
-        model = merged(found, dtype)
+        model = _base(found, dtype) if beside else merged(found, dtype)
         if not found.judges:
             _end_answers(model, tokenizer)
     if kind == "quantized":
@@ -308,10 +321,10 @@ def _write(found: Trained, kind: Kind, dtype: Dtype, draft: Path, shard: str, te
         with tokenizers_errors():
             if model is not None:
                 model.save_pretrained(draft, max_shard_size=shard)
-            else:
-                for file in (*Path(found.folder).glob("adapter_*.safetensors"), *Path(found.folder).glob("*.json")):
-                    if file.name.startswith("adapter_"):
-                        shutil.copyfile(file, draft / file.name)
+            if beside:
+                _copy_adapter(found, draft / ADAPTER, base=base)
+            if model is None:
+                _copy_adapter(found, draft)
                 if found.base.rope_scaling is not None:
                     config_of(found).save_pretrained(draft)
             tokenizer.save_pretrained(draft)
@@ -319,6 +332,25 @@ def _write(found: Trained, kind: Kind, dtype: Dtype, draft: Path, shard: str, te
     except (OSError, SafetensorError) as error:
         problem = f"the export of {found.name} could not be written to {draft.parent}: {words_of(error)}"
         raise RunError(problem, hint="free some space there, or pass a folder on another disk") from error
+
+
+def _copy_adapter(found: Trained, to: Path, *, base: str | None = None) -> None:
+    """Copy an adapter as PEFT reads it, with the name of the model that it belongs on where that is another one."""
+    to.mkdir(exist_ok=True)
+    for file in (*Path(found.folder).glob("adapter_*.safetensors"), *Path(found.folder).glob("*.json")):
+        if file.name.startswith("adapter_"):
+            shutil.copyfile(file, to / file.name)
+    if base is not None:
+        config = json.loads((to / "adapter_config.json").read_text(encoding="utf-8"))
+        config["base_model_name_or_path"] = base
+        (to / "adapter_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def _base(found: Trained, dtype: Dtype) -> Any:
+    """Return the model below an adapter, on the CPU."""
+    from tunekit.models.load import load_model
+
+    return load_model(found.base, dtype=dtype, device="cpu", judged=found.judged)
 
 
 def _quantized(model: Any, found: Trained, dtype: Dtype, draft: Path) -> Any:
@@ -409,6 +441,8 @@ def _notes(found: Trained, kind: Kind) -> Iterator[str]:
         yield f"unrounded weights: training computed with {found.qat.words}, which --quantized exports"
     if kind == "quantized" and found.qat is not None:
         yield f"{found.qat.words}, stored by torchao; others need torchao to load it"
+        if has_adapter_beside(kind, found):
+            yield f"the adapter is unrounded, in {ADAPTER}/: load it on top of the quantized model with PEFT"
         if found.qat.weight_dtype == "int4":
             yield "torchao stores each int4 weight in a byte"
 

@@ -44,6 +44,9 @@ LOST_SHARE = 0.5
 ANSWER_TOKENS = 32
 """Tokens of each greedy answer."""
 
+ADAPTER = "adapter"
+"""Folder of an adapter beside the quantized weights that it belongs on."""
+
 MAX_PROMPTS = 4
 
 OTHER_PROMPTS = ("Hello! Who are you?", "Write a short list of three things.")
@@ -178,13 +181,18 @@ def load_exported(subject: Subject, found: Trained, *, dtype: Dtype, device: str
     trust = found.base.trust_remote_code
     section = found.base if is_adapter else ModelSection(path=subject.folder, trust_remote_code=trust)
     model: Any = load_model(section, dtype=dtype, device=device, judged=found.judged)
-    if is_adapter:
+    if is_adapter or has_adapter_beside(subject.kind, found):
         from peft import PeftModel
 
-        model = PeftModel.from_pretrained(model, subject.folder)
+        model = PeftModel.from_pretrained(model, Path(subject.folder) / ("." if is_adapter else ADAPTER))
         if isinstance(found.adapter, PromptTuningAdapter):
             hide_virtual_tokens(model)
     return model.eval()
+
+
+def has_adapter_beside(kind: Kind, found: Trained) -> bool:
+    """Return whether an export has quantized weights and beside them the adapter that was trained on them."""
+    return kind == "quantized" and found.adapter is not None
 
 
 def _where(found: Trained, dtype: Dtype) -> tuple[str, Dtype]:

@@ -209,7 +209,7 @@ def qat(draft: Draft, entry: Entry) -> Fate:
     """A setting of quantization-aware training."""
     name = entry.key.rpartition(".")[2]
     if draft.has_adapter:
-        raise UnfitError("train.qat requires full fine-tuning")
+        raise UnfitError("Axolotl refuses it with an adapter")
     if draft.get("qat.activation_dtype") is None:
         raise UnfitError("without activation_dtype Axolotl rounds weights with zero points; train.qat does not")
     if name == "group_size":
@@ -217,7 +217,10 @@ def qat(draft: Draft, entry: Entry) -> Fate:
     value = str(entry.value).lower().removeprefix("torch.")
     if value not in _QAT_TYPES[name]:
         raise UnfitError(f"{value}: only {_QAT_TYPES[name][0]} is rounded as by Axolotl")
-    return draft.carry(entry, f"train.qat.{name}", value)
+    fate = draft.carry(entry, f"train.qat.{name}", value)
+    if name != "weight_dtype":
+        return fate
+    return Fate("different", f"{fate.words}; Axolotl rounds the head too; the recipe leaves it unrounded")
 
 
 _RELORA_FIELDS = {

@@ -200,14 +200,14 @@ def component(draft: Draft, entry: Entry) -> Fate:
 def quantizer(draft: Draft, entry: Entry) -> Fate:
     """Quantization-aware training, by torchao's quantizer for int4 weights and int8 inputs."""
     kind = _last(draft.get("quantizer._component_", ""))
-    if kind != "Int8DynActInt4WeightQATQuantizer" or draft.has_adapter:
-        what = "with adapters" if draft.has_adapter else f"by {kind}"
-        raise UnfitError(f"quantization-aware training {what} is unsupported")
+    if kind != "Int8DynActInt4WeightQATQuantizer":
+        raise UnfitError(f"quantization-aware training by {kind} is unsupported")
     if entry.key == "quantizer._component_":
         draft.put(
             "train.qat", {"activation_dtype": "int8", "group_size": draft.get("quantizer.groupsize", 256)}, entry.key
         )
-        return Fate("carried", "train.qat.activation_dtype: int8")
+        words = "torchtune rounds the head too, unless it is tied to the embedding; the recipe leaves it unrounded"
+        return Fate("different", f"train.qat.activation_dtype: int8; {words}")
     if entry.key == "quantizer.groupsize":
         return carried("train.qat.group_size", entry.value)
     raise UnfitError("unsupported")

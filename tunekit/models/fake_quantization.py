@@ -3,7 +3,8 @@
 A layer rounds its weight, and its input where that is asked for, to the values that a type of few bits has, and
 computes with these in the type of the products. The gradient of a rounded value is that of the value (straight-through
 estimator, arXiv 1308.3432). What is trained and saved are the unrounded weights; quantized by the same rule they give
-the logits of training.
+the logits of training. A LoRA adapter is trained on rounded layers and is not rounded itself, as in QAT with LoRA of
+torchtune: it belongs on the base model quantized by the same rule.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,7 @@ def torchao_config(qat: QatSection) -> Any:
 def to_fake_quantized(model: "PreTrainedModel", qat: QatSection) -> int:
     """Have linear layers round what they compute with, but for the head, and return how many do.
 
-    It is to be done before the model is divided.
+    It is to be done before the model is divided, and before adapters are attached, which stay unrounded.
     """
     head = model.get_output_embeddings()
     quantize_(

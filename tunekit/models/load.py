@@ -1007,12 +1007,12 @@ def _linears(model: "PreTrainedModel") -> "dict[str, torch.nn.Linear]":
 
 
 def _is_product(module: "torch.nn.Linear") -> bool:
-    """Return whether a linear layer computes a product and adds its bias, as torch's own does."""
+    """Return whether a linear layer computes a product and adds its bias, as torch's own does, or a rounded product."""
     import torch
     from torch.nn.functional import linear
 
     kind: Any = type(module)
-    if kind.forward is torch.nn.Linear.forward or kind.__module__.startswith("bitsandbytes."):
+    if kind.forward is torch.nn.Linear.forward or kind.__module__.startswith(("bitsandbytes.", "torchao.")):
         return True
     small = kind.__new__(kind)
     torch.nn.Module.__init__(small)

@@ -100,6 +100,10 @@ def load_adapted(
         checkpoint: Folder of weights that the adapter is to get next.
     """
     recipe, model, trained = plan.recipe, load_policy(plan, device=device), continued_folder(plan, device)
+    if recipe.train.qat is not None:
+        from tunekit.models.fake_quantization import to_fake_quantized
+
+        to_fake_quantized(model, recipe.train.qat)
     task = task_of(recipe.method.spec.classifies)
     seed, tokens, adapter, sources = recipe.train.seed, plan.new_tokens, recipe.adapter, None
     if isinstance(adapter, LoraAdapter) and adapter.needs_sources:

@@ -230,10 +230,6 @@ def build(
         run_by_document(model)
     if plan.decoder_by_document:
         run_decoder_by_document(model)
-    if recipe.train.qat is not None:
-        from tunekit.models.fake_quantization import to_fake_quantized
-
-        to_fake_quantized(model, recipe.train.qat)
     fused = build_trainer.fuse_as_planned(model, plan)
     if fused is not None:
         record.write("fused", message=fused.words(), **fused.to_dict())

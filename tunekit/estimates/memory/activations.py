@@ -231,18 +231,20 @@ def products_of(
         quantised=in_4_bits,
         trained_bytes=BYTES[trained_dtype],
         fused=fused,
-        rounded=0 if qat is None else _rounded_bytes(model, qat, e, casted=casted),
-        rounds=0 if qat is None or qat.activation_dtype is None else _rounds_bytes(model, e),
+        rounded=0 if qat is None else _rounded_bytes(model, qat, e, casted=casted, full=full),
+        rounds=0 if qat is None or qat.activation_dtype is None else _rounds_bytes(model, e, full=full),
         has_virtual_tokens=num_virtual_tokens(adapter) > 0,
     )
 
 
-def _rounded_bytes(model: ModelFacts, qat: QatSection, e: int, *, casted: bool) -> int:
+def _rounded_bytes(model: ModelFacts, qat: QatSection, e: int, *, casted: bool, full: bool) -> int:
     """Bytes that a layer keeps of its rounded weights for the backward pass (torchao 0.18, traced by hand).
 
     Each keeps the integers in the type of the weights, two scales for each group, and the values, which are those that
-    autocast casts.
+    autocast casts. Frozen ones keep the values alone.
     """
+    if not full:
+        return e * sum(outputs * inputs for outputs, inputs in model.linears.values()) // model.num_layers
     num, groups = (
         sum(outputs * inputs // size for outputs, inputs in model.linears.values() for size in [sizes or inputs])
         for sizes in (1, qat.group_size)
@@ -251,9 +253,14 @@ def _rounded_bytes(model: ModelFacts, qat: QatSection, e: int, *, casted: bool) 
     return (each * num + 2 * (4 if casted else e) * groups) // model.num_layers
 
 
-def _rounds_bytes(model: ModelFacts, e: int) -> int:
-    """Bytes per token that a layer keeps of rounded inputs, at most: of each linear layer the integers and values."""
-    return 2 * e * sum(inputs for _, inputs in model.linears.values()) // model.num_layers
+def _rounds_bytes(model: ModelFacts, e: int, *, full: bool) -> int:
+    """Bytes per token that a layer keeps of the rounded inputs of its linear layers.
+
+    Where weights are trained these are the integers and the values, at most; else the integers, a scale and a zero
+    point.
+    """
+    inputs = sum(inputs for _, inputs in model.linears.values())
+    return e * (2 * inputs if full else inputs + 2 * len(model.linears)) // model.num_layers
 
 
 def is_fused(model: ModelFacts, adapter: Adapter) -> bool:

@@ -498,8 +498,16 @@ def qat_faults(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Iterato
     qat, train = recipe.train.qat, recipe.train
     if qat is None:
         return
-    if not isinstance(recipe.adapter, FullAdapter) or recipe.adapter.is_partial or recipe.adapter.new_layers:
-        yield "train.qat: requires full fine-tuning of all parameters", "unset it, or use adapter.type=full"
+    adapter = recipe.adapter
+    if isinstance(adapter, FullAdapter):
+        if adapter.is_partial or adapter.new_layers:
+            yield "train.qat: requires that all parameters are trained, or LoRA", "unset it, or train all of them"
+    elif adapter.type != "lora":
+        yield f"train.qat: unsupported with adapter.type {adapter.type}", "use adapter.type=lora or full"
+    elif others := adapter_settings_untested_with_qat(adapter):
+        yield f"train.qat: untested with adapter.{others[0]}", "unset one of them"
+    elif model.published_as is not None:
+        yield f"train.qat: {model.path} is quantized already", "unset it, or use the unquantized model"
     if not recipe.method.is_single_pass:
         yield f"train.qat: untested with {recipe.method.type}", "unset it, or use method.type=sft"
     if hardware.torchao is False:
@@ -518,6 +526,18 @@ def qat_faults(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Iterato
         yield f"{words}: {', '.join(map(str, odd))}", "use a divisor of them, or null for one scale per output"
     if model.model_type in model_types().stored_transposed:
         yield f"train.qat: torchao does not quantize the layers of {model.model_type}", "unset it"
+
+
+def adapter_settings_untested_with_qat(adapter: LoraAdapter) -> list[str]:
+    """Return the settings of LoRA that are untested on layers that round their weights."""
+    settings: dict[str, object] = {
+        "init_lora_weights": adapter.init_lora_weights not in (True, "gaussian", "orthogonal"),
+        "use_dora": adapter.use_dora,
+        "relora": adapter.relora,
+        "modules_to_save": adapter.modules_to_save,
+        "target_parameters": adapter.target_parameters,
+    }
+    return [name for name, value in settings.items() if value]
 
 
 def why_no_qat_in(layout: Layout) -> str | None:

@@ -287,8 +287,8 @@ class TrainSection(Section):
     arguments. Every process calls its events. Default: none."""
 
     qat: QatSection | None = None
-    """Train for an export in few bits (torchao's QAT): sft with full fine-tuning; `tunekit export --quantized` writes
-    the quantized model. Default: none."""
+    """Train for an export in few bits (torchao's QAT): sft with full fine-tuning, or LoRA on rounded weights; `tunekit
+    export --quantized` writes the quantized model. Default: none."""
 
     seed: Annotated[int, Field(ge=0)] = 42
     """Random seed of adapter initialization, data order and dropout."""
