@@ -16,7 +16,7 @@ from tunekit.errors import PlanError, RecipeError
 from tunekit.migration.migration import migrate
 from tunekit.migration.report import Migration
 from tunekit.recipe.load import load_recipe
-from tunekit.recipe.sections.adapters import AdaloraAdapter
+from tunekit.recipe.sections.adapters import AdaloraAdapter, VeraAdapter
 
 CONFIGS = Path(__file__).parent / "configs"
 NAMES = sorted(path.name for path in CONFIGS.iterdir())
@@ -708,6 +708,56 @@ def test_a_script_is_read_with_its_variables_its_defaults_and_its_quotients(tmp_
     assert line_of(made, "max_length").line == 10
 
 
+def test_a_file_that_a_command_names_is_read_with_what_the_command_says_besides(tmp_path) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "sft.yaml").write_text(
+        "model_name_or_path: Qwen/Qwen3-4B\n"
+        "dataset_name: someone/rows\n"
+        "learning_rate: 1.0e-5\n"
+        "num_processes: 4\n"
+        "per_device_train_batch_size: 2\n"
+    )
+    script = tmp_path / "configs" / "run.sh"
+    script.write_text("trl sft --config sft.yaml --learning_rate 3e-5\n")
+    made = migrate(script)
+    assert made.path == str(tmp_path / "configs" / "sft.yaml")
+    assert (made.recipe.model.path, made.recipe.train.learning_rate) == ("Qwen/Qwen3-4B", 3e-5)
+    assert made.recipe.train.global_batch_size == 8
+    assert [line_of(made, key).line for key in ("dataset_name", "learning_rate")] == [2, 0]
+    script.write_text("llamafactory-cli train more.yaml\n")
+    with pytest.raises(RecipeError, match=r"run\.sh: the command reads more\.yaml: file not found; put it beside"):
+        migrate(script)
+    (tmp_path / "configs" / "more.yaml").write_text(
+        "model_name_or_path: Qwen/Qwen3-4B\nstage: sft\nfinetuning_type: lora\ndataset: identity\n"
+    )
+    assert migrate(script).tool == "llama-factory"
+
+
+SWIFTS = [
+    "NPROC_PER_NODE=2 swift sft {}",
+    "torchrun --nproc_per_node=2 swift/cli/sft.py {}",
+    "accelerate launch --num_processes 2 -m swift.cli.sft {}",
+    "NPROC_PER_NODE=2 \\\nswift sft \\\n  {} \\\n",
+]
+
+
+@pytest.mark.parametrize("script", SWIFTS)
+def test_ms_swift_is_started_by_its_command_or_by_its_modules(script, tmp_path) -> None:
+    rest = "--model Qwen/Qwen3-4B --dataset someone/rows --per_device_train_batch_size 2"
+    rest += " --gradient_accumulation_steps 3"
+    (tmp_path / "run.sh").write_text(script.format(rest))
+    made = migrate(tmp_path / "run.sh")
+    assert (made.tool, made.recipe.model.path) == ("ms-swift", "Qwen/Qwen3-4B")
+    assert made.recipe.train.global_batch_size == 12
+
+
+def test_a_quoted_address_of_a_script_of_trl_is_read(tmp_path) -> None:
+    address = "https://raw.githubusercontent.com/huggingface/trl/main/trl/scripts/sft.py"
+    (tmp_path / "run.sh").write_text(f'uv run "{address}" --model_name_or_path a/b --dataset_name c/d --packing\n')
+    made = migrate(tmp_path / "run.sh")
+    assert (made.tool, made.recipe.data.packing) == ("trl", True)
+
+
 TRLS = "python examples/scripts/{}.py --model_name_or_path a/b --dataset_name c/d --learning_rate 1e-5 {}\n"
 
 
@@ -955,6 +1005,26 @@ def test_adalora_is_carried_over_with_what_it_reads(tmp_path) -> None:
     (tmp_path / "config.yaml").write_text(f"{SWIFT}tuner_type: adalora\nquant_bits: 4\nquant_method: bnb\n")
     (line,) = migrate(tmp_path / "config.yaml").of_kind("unsupported")
     assert line.words == "adalora is unsupported: adapter accepts full, lora, qlora; the recipe uses qlora"
+
+
+def test_vera_has_a_rank_of_its_own(tmp_path) -> None:
+    config = "model: m\ndataset: x.jsonl\nlora_rank: 4\nlora_dropout: 0.1\ntuner_type: vera\n"
+    (tmp_path / "config.yaml").write_text(config)
+    made = migrate(tmp_path / "config.yaml")
+    assert made.recipe.adapter == VeraAdapter(rank=256)
+    assert line_of(made, "lora_rank").words == "not used with tuner_type vera"
+    (tmp_path / "config.yaml").write_text(f"{config}vera_rank: 64\nvera_d_initial: 0.2\nvera_projection_prng_key: 3\n")
+    made = migrate(tmp_path / "config.yaml")
+    assert made.recipe.adapter == VeraAdapter(rank=64, d_initial=0.2, projection_prng_key=3)
+    assert not made.of_kind("unsupported")
+    (tmp_path / "config.yaml").write_text("model: m\ndataset: x.jsonl\nvera_rank: 64\n")
+    assert line_of(migrate(tmp_path / "config.yaml"), "vera_rank").words == "only used with tuner_type vera"
+
+
+def test_of_a_stream_the_first_rows_are_taken(tmp_path) -> None:
+    (tmp_path / "config.yaml").write_text("model: m\ndataset: x.jsonl#100\nstreaming: true\nmax_steps: 9\n")
+    (source,) = migrate(tmp_path / "config.yaml").recipe.data.sources
+    assert (source.max_samples, source.sampling) == (100, "first")
 
 
 PARAMETERS = ["mlp.experts.down_proj"]

@@ -87,7 +87,7 @@ def migrate(
     recipe = _checked(draft)
     suspects(draft, recipe)
     return Migration(
-        path=str(path),
+        path=original.path,
         tool=name,
         recipe=recipe,
         text=_text(draft, recipe),

@@ -1,13 +1,14 @@
 """Another tool's configuration as it stands in its file: every key with its value and its line.
 
 YAML and JSON are read as a recipe is, and nested keys become dotted ones (`datasets[0].path`). A shell script is
-searched for the tool's command, whose `--key value` words are the keys. Nothing of the other tool is imported or run.
+searched for the tool's command, whose `--key value` words are the keys, besides those of the file that it names.
+Nothing of the other tool is imported or run.
 """
 
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from tunekit.recipe.reading import parse
 _HINT = "pass a configuration of Axolotl, LLaMA-Factory, TRL, torchtune or ms-swift"
 _COMMANDS = re.compile(
     r"(?:^|[/\s])(?:(swift)\s+(sft|rlhf|pt)|(trl)\s+(sft|dpo|kto|orpo|grpo|rloo|reward|distillation)"
-    r"|(llamafactory-cli)\s+(train)|(trl|examples)/(?:scripts|experimental/\w+)/(\w+)\.py)(?=\s|$)"
+    r"|(llamafactory-cli)\s+(train)|(trl|examples)/(?:scripts|experimental/\w+)/(\w+)\.py[\"']?"
+    r"|(swift)[/.]cli[/.](sft|rlhf|pt)(?:\.py)?)(?=\s|$)"
 )
 """Commands whose arguments are a configuration: the tool's, and what it is to do."""
 
@@ -102,13 +104,39 @@ def read_original(path: str | Path, words: tuple[str, ...] = ()) -> Original:
         problem = f"{label}: no command of a known tool"
         raise NoConfigurationError(problem, hint="pass a script that calls `swift sft`, `trl sft` or similar")
     original = _of_values(label, text) if command is None else _of_command(label, command)
-    added = _arguments([(word, 0) for word in words], label)
-    if added:
-        present = {entry.key for entry in added}
-        remaining = [entry for entry in original.entries if entry.key not in present]
-        original.entries = (*remaining, *added)
-        original.values |= {entry.key: entry.value for entry in added}
+    named = original.values.get("config")
+    if command is not None and isinstance(named, str):
+        original = _of_named(original, named)
+    _override(original, _arguments([(word, 0) for word in words], label))
     return original
+
+
+def _override(original: Original, added: tuple[Entry, ...]) -> None:
+    """Let further arguments replace those of a configuration."""
+    present = {entry.key for entry in added}
+    original.entries = (*(entry for entry in original.entries if entry.key not in present), *added)
+    original.values |= {entry.key: entry.value for entry in added}
+
+
+def _of_named(script: Original, named: str) -> Original:
+    """Read the configuration that a script's command names, which the command's further arguments override.
+
+    Raises:
+        RecipeError: It is neither beside the script nor in the working directory, or cannot be read.
+    """
+    file = next((file for file in (Path(script.path).parent / named, Path(named)) if file.is_file()), None)
+    if file is None:
+        raise RecipeError(f"{script.path}: the command reads {named}: file not found", hint="put it beside the script")
+    original = _of_values(str(file), _text(file))
+    # Line numbers are those of the named file.
+    _override(original, tuple(replace(entry, line=0) for entry in script.entries if entry.key != "config"))
+    return replace(
+        original,
+        tool=script.tool,
+        task=script.task,
+        environment=script.environment,
+        variable_lines=dict.fromkeys(script.variable_lines, 0),
+    )
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
@@ -193,7 +221,8 @@ def _find_command(text: str) -> _Command | None:
     variables: dict[str, str] = {}
     lines: dict[str, int] = {}
     joined, start = "", 1
-    for number, line in enumerate(text.splitlines(), start=1):
+    # The last line may end in a backslash, too.
+    for number, line in enumerate([*text.splitlines(), ""], start=1):
         bare = "" if line.lstrip().startswith("#") else line
         if not joined:
             start = number
@@ -210,11 +239,15 @@ def _find_command(text: str) -> _Command | None:
             variables[found[1]] = _filled(found[2].strip("\"'"), variables)
             lines[found[1]] = start + before[: found.start(1)].count("\n")
         if match is not None:
-            tool, task = next((match[i], match[i + 1]) for i in (1, 3, 5, 7) if match[i])
+            tool, task = next((match[i], match[i + 1]) for i in (1, 3, 5, 7, 9) if match[i])
             line_of_command = start + joined[: match.end()].count("\n")
-            processes = _PROCESSES.search(_filled(before, variables)) if match[7] else None
+            processes = _PROCESSES.search(_filled(before, variables)) if match[7] or match[9] else None
             arguments = joined[match.end() :]
-            if processes is not None:
+            if processes is not None and match[9]:
+                # By this variable `swift` itself starts processes.
+                variables["NPROC_PER_NODE"] = processes[1]
+                lines["NPROC_PER_NODE"] = start + before[: processes.start()].count("\n")
+            elif processes is not None:
                 arguments = f" --num_processes {processes[1]}{arguments}"
             return _Command(_TOOLS[tool], _SCRIPTS.get(task, task), line_of_command, arguments, variables, lines)
         joined = ""
@@ -229,6 +262,8 @@ def _of_command(shown: str, command: _Command) -> Original:
         except ValueError as error:
             raise RecipeError(f"{shown}:{line}: {str(error).lower()}", hint="close the quote on its line") from None
         words += ((word, line) for word in takewhile(lambda word: not word.startswith("#"), of_line))
+    if words and words[0][0].endswith((".yaml", ".yml", ".json")):
+        words.insert(0, ("--config", words[0][1]))
     entries = _arguments(takewhile(lambda word: word[0] not in _ENDS, words), shown)
     values = {entry.key: entry.value for entry in entries}
     return Original(

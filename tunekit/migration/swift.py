@@ -15,7 +15,7 @@ from tunekit.migration.report import Fate, Kind
 from tunekit.migration.table import tool_rules
 from tunekit.migration.vocabulary import same_template
 from tunekit.recipe.reading.parse import plain_scalar
-from tunekit.recipe.sections.adapters import AdaloraAdapter
+from tunekit.recipe.sections.adapters import AdaloraAdapter, PeftAdapter, VeraAdapter
 
 _METHODS = {
     "dpo": "dpo",
@@ -61,7 +61,8 @@ def prepare(draft: Draft) -> None:
     tuner = draft.get("tuner_type", draft.get("train_type", draft.get("sft_type", "lora")))
     is_by_bitsandbytes = draft.get("quant_method", "bnb") == "bnb"
     bits = draft.get("quant_bits", draft.get("quantization_bit")) if is_by_bitsandbytes else None
-    keys, kinds = ("tuner_type", "train_type", "sft_type"), {"full": "full", "llamapro": "full", "adalora": "adalora"}
+    keys, kinds = ("tuner_type", "train_type", "sft_type"), {"full": "full", "llamapro": "full"}
+    kinds |= {name: name for name in _TUNERS}
     if tuner in kinds and (kinds[tuner] == "full" or bits not in (4, 8)):
         draft.put("adapter.type", kinds[tuner], *keys)
     else:
@@ -95,7 +96,8 @@ def _sources(draft: Draft, key: str) -> Iterator[dict[str, Any]]:
                     draft.differ(key, word, words)
         if rows.isdigit():
             source_values["max_samples"] = int(rows)
-            if draft.get("dataset_shuffle", True) not in (False, "false"):
+            # Of a stream the first rows are taken.
+            if not truth(draft.get("streaming", False)) and truth(draft.get("dataset_shuffle", True)):
                 source_values["sampling"] = "random"
         if draft.original.task == "pt":
             source_values["loss_on"] = "all"
@@ -180,21 +182,35 @@ def _is_file(path: str) -> bool:
     return path.endswith(_FILES) or path.startswith(("/", "./", "../")) or Path(path).exists()
 
 
-def adalora(draft: Draft, entry: Entry) -> Fate:
-    """A setting of AdaLoRA, by PEFT's name behind the tool's prefix."""
-    if draft.values["adapter.type"] != "adalora":
-        return Fate("silent", "only used with tuner_type adalora")
-    return draft.carry(entry, f"adapter.{entry.key.removeprefix('adalora_')}", entry.value)
+_TUNERS: dict[str, type[PeftAdapter]] = {"adalora": AdaloraAdapter, "vera": VeraAdapter}
+"""Adapters other than LoRA, whose settings ms-swift has by PEFT's names behind the name of the adapter."""
+
+
+_VERA_RANK = 256
+"""The default of ms-swift."""
+
+
+def tuner_setting(draft: Draft, entry: Entry) -> Fate:
+    """A setting of an adapter other than LoRA, by PEFT's name behind the tool's prefix."""
+    tuner, _, name = entry.key.partition("_")
+    if draft.values["adapter.type"] != tuner:
+        return Fate("silent", f"only used with tuner_type {tuner}")
+    return draft.carry(entry, f"adapter.{name}", entry.value)
 
 
 def _leave_out_lora(draft: Draft) -> None:
-    """Leave out what AdaLoRA does not read of LoRA's settings."""
-    read = AdaloraAdapter.model_fields
+    """Leave out what an adapter does not read of LoRA's settings."""
+    tuner = draft.values["adapter.type"]
+    read = _TUNERS[tuner].model_fields
+    if tuner == "vera" and "lora_rank" in draft.fates:
+        # Both ranks have one field.
+        draft.fates["lora_rank"] = Fate("silent", f"not used with tuner_type {tuner}")
+        draft.values["adapter.rank"] = whole(draft.get("vera_rank", _VERA_RANK))
     for target in [key for key in draft.values if key.startswith("adapter.") and key.split(".")[1] not in read]:
         del draft.values[target]
         draft.assumed = [assumed for assumed in draft.assumed if assumed.key != target]
         for key in draft.origins.pop(target, []):
-            draft.fates[key] = Fate("silent", "not used with tuner_type adalora")
+            draft.fates[key] = Fate("silent", f"not used with tuner_type {tuner}")
 
 
 def finish(draft: Draft) -> None:
@@ -213,9 +229,12 @@ def finish(draft: Draft) -> None:
     if not is_full:
         if draft.get("target_regex"):
             draft.values["adapter.target_modules"] = text(draft.get("target_regex"))
-        draft.assume({"adapter.rank": 8, "adapter.alpha": 32, "adapter.dropout": 0.05})
-    if draft.values["adapter.type"] == "adalora":
-        _leave_out_lora(draft)
+        tuner, defaults = draft.values["adapter.type"], {"rank": 8, "alpha": 32, "dropout": 0.05}
+        if tuner in _TUNERS:
+            _leave_out_lora(draft)
+            defaults = {name: value for name, value in defaults.items() if name in _TUNERS[tuner].model_fields}
+            defaults |= {"rank": _VERA_RANK} if tuner == "vera" else {}
+        draft.assume({f"adapter.{name}": value for name, value in defaults.items()})
     optimizers.assume_defaults(draft)
     if draft.method == "gkd":
         distillation.assume_of_swift(draft)
@@ -316,6 +335,8 @@ def dataset(draft: Draft, entry: Entry) -> Fate:
 def loss_scale(draft: Draft, entry: Entry) -> Fate:
     """The turns that are learned."""
     base, _, more = text(entry.value).partition("+")
+    if base == "ignore_empty_think":  # the name of ms-swift 3 for default+ignore_empty_think
+        base, more = "default", base
     if not draft.has_own_rows:
         return Fate("decided", "methods other than sft train on full answers")
     if base not in ("default", "last_round", "all") or (more and more != "ignore_empty_think"):
