@@ -22,7 +22,10 @@ from mkdocs.structure.files import File, Files
 import tunekit
 from tunekit import frontend
 from tunekit.cli.app import app
+from tunekit.estimates.hardware.catalogue import catalogue
+from tunekit.estimates.models.model_config import known_models
 from tunekit.files import list_recipes
+from tunekit.planner.plan import count
 from tunekit.recipe.chat_templates import named_templates
 from tunekit.recipe.explain import FieldDocument, document_fields
 
@@ -47,7 +50,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for uri, path in COPIED.items():
         files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
     pages = {**recipe_pages(), "reference/recipes.md": shipped_page(), "reference/cli.md": cli_page()}
-    pages |= {"reference/chat-templates.md": templates_page()}
+    pages |= {"reference/chat-templates.md": templates_page(), "reference/known.md": known_page()}
     pages |= {"reference/python.md": python_page(), "measured/planner.md": planner_page()}
     for uri, text in pages.items():
         files.append(File.generated(config, uri, content=text))
@@ -138,6 +141,38 @@ def templates_page() -> str:
         end = "" if template.end is None else f"`{template.end}`"
         source = template.source.removeprefix("https://")
         lines.append(f"| `{name}` | {end} | {'yes' if template.tools else ''} | [{source}]({template.source}) |")
+    return "\n".join(lines) + "\n"
+
+
+def known_page() -> str:
+    """Return the page of the machines and models that plans need no device and no network for, with their sources."""
+    machines = sorted(catalogue(), key=lambda one: one.name)
+    lines = [
+        "# Known machines and models\n",
+        "`--on` takes these names, also as `8xNAME` and `2x8xNAME`, or a YAML file that describes a machine. GB are of",
+        "the sheet, 10^9 bytes; peaks are dense; links count one direction; prices are of an hour of one device.\n",
+        "| name | device | memory, GiB | 16-bit, TFLOP/s | memory, GB/s | link, GB/s | network, GB/s | USD |",
+        "|:--|:--|--:|--:|--:|--:|--:|:--|",
+    ]
+    for one in machines:
+        price = "" if one.price is None else f"{one.price.usd_per_hour:g} ({one.price.source}, {one.price.day})"
+        figures = (one.tflops_16bit, one.memory_gb_per_second, one.link_gb_per_second, one.network_gb_per_second)
+        cells = [f"`{one.name}`", one.label, f"{one.memory_mib / 1024:.1f}"]
+        cells += ["" if figure is None else f"{figure:g}" for figure in figures]
+        lines.append(f"| {' | '.join([*cells, price])} |")
+    lines += ["\nSources:\n", *(f"- `{one.name}`: {'; '.join(one.sources)}" for one in machines)]
+    models = sorted(known_models().items())
+    sources = list(dict.fromkeys(model.source for _, model in models))
+    lines += [
+        "\n## Models\n",
+        "A plan for one of these needs no file of it. Of any other model its `config.json` is enough.\n",
+        "| model | type | parameters | source |",
+        "|:--|:--|--:|--:|",
+    ]
+    for name, model in models:
+        cells = [f"`{name}`", model.config["model_type"], count(model.num_params), str(sources.index(model.source) + 1)]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["\nSources of the number of parameters:\n", *(f"{i}. {text}" for i, text in enumerate(sources, start=1))]
     return "\n".join(lines) + "\n"
 
 

@@ -16,6 +16,7 @@ from tunekit.api.verbs import fit as fit
 from tunekit.api.verbs import invalid_rows as invalid_rows
 from tunekit.api.verbs import launch as launch
 from tunekit.api.verbs import plan as plan
+from tunekit.api.verbs import plan_chain as plan_chain
 from tunekit.api.verbs import preview as preview
 from tunekit.api.verbs import rank_pairs as rank_pairs
 from tunekit.api.verbs import resume as resume

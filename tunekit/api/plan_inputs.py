@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from tunekit.api.chain import Chain, Link
 from tunekit.api.traces import Tracing, trace_model
 from tunekit.data.formats.row_formats import learner_of
 from tunekit.data.sources.load import LoadedData, load_data
 from tunekit.data.tokenization.first_rows import check_first_rows
-from tunekit.errors import ModelError, PlanError
+from tunekit.errors import ModelError, PlanError, TunekitError
 from tunekit.estimates.facts import Hardware, ModelFacts
 from tunekit.estimates.hardware.machines import find_machine
 from tunekit.estimates.models.model_config import is_known, known_models
@@ -30,7 +31,7 @@ from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.model import ModelSection
 from tunekit.runs.available_actions import ENDED_EARLY, can_go_on
 from tunekit.runs.events import Event
-from tunekit.runs.fingerprints import continued, settled
+from tunekit.runs.fingerprints import continued, inherited, settled
 from tunekit.runs.kept_inputs import with_inputs_of
 from tunekit.runs.prepared_data import absolute, counted_facts
 from tunekit.runs.record import free_bytes, place_of_run, recorded_runs
@@ -165,11 +166,53 @@ class Lookup:
             model: The model where it is known already.
         """
         recipe = continued(recipe)
-        untraced, data = model or self.model(recipe.model), counted_facts(recipe, self.data(recipe))
-        self._check_first_rows(recipe)
+        return self._plan(recipe, machine, model or self.model(recipe.model), recipe.model)
+
+    def _plan(self, recipe: Recipe, machine: str | None, model: ModelFacts, files: ModelSection) -> Plan:
+        """Plan a recipe whose model has its tokenizer and its template in some files."""
+        data = counted_facts(recipe, self.data(recipe))
+        self._check_first_rows(recipe.model_copy(update={"model": files}))
         hardware = self.hardware_for(recipe, machine)
-        model = trace_model(untraced, recipe, hardware, self._tracing, self._on_event)
-        return resolve(recipe, hardware, model, data, self.records, self.teacher(recipe))
+        traced = trace_model(model, recipe, hardware, self._tracing, self._on_event)
+        return resolve(recipe, hardware, traced, data, self.records, self.teacher(recipe))
+
+    def chain(self, recipes: Sequence[Recipe], machine: str | None = None) -> Chain:
+        """Plan recipes that run one after another, of which each may start from the result of one before.
+
+        Args:
+            recipes: The recipes, in their order.
+            machine: Where.
+
+        Raises:
+            TunekitError: A recipe has no plan; the message names it.
+        """
+        links: list[Link] = []
+        for number, recipe in enumerate(recipes, start=1):
+            before = next((link for link in reversed(links) if link.is_meant_by(recipe.model.path)), None)
+            try:
+                if before is not None:
+                    links.append(self._link(recipe, machine, before))
+                elif recipe.model.path in [later.output.name for later in recipes[number:]]:
+                    problem = f"model.path: {recipe.model.path} comes later in the chain"
+                    raise PlanError(problem, hint=f"pass it before {recipe.output.name}")
+                else:
+                    links.append(Link(self.plan(recipe, machine), recipe.model))
+            except TunekitError as error:
+                problem = f"{recipe.output.name}: {error.problem}"
+                raise PlanError(problem, hint=error.hint) from error
+        return Chain(tuple(links))
+
+    def _link(self, recipe: Recipe, machine: str | None, before: Link) -> Link:
+        """Plan a recipe that starts from the result of another one."""
+        origin, files = before.result(), before.files_for(recipe.model)
+        model = self.model(files)
+        if origin.adapter is None:
+            if model.published_as is not None:
+                problem = f"model.path: the types of the weights are known once {before.name} has finished"
+                raise PlanError(problem, hint="plan this recipe then")
+            model = model.model_copy(update={"dtype": before.plan.trained_dtype})
+        model = model.model_copy(update={"origin": origin})
+        return Link(self._plan(inherited(recipe, origin), machine, model, files), files, before)
 
     def plan_or_error(self, recipe: Recipe, machine: str | None, model: ModelFacts | None = None) -> Planned:
         """A plan, or why there is none."""

@@ -8,6 +8,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tunekit.api.chain import Chain
 from tunekit.api.plan_inputs import Lookup, run_of
 from tunekit.api.resume import resumed
 from tunekit.api.traces import Tracing
@@ -112,6 +113,34 @@ def plan(
     recipe, _ = read_recipe(source, overrides, train_dataset=train_dataset, eval_dataset=eval_dataset)
     tracing: Tracing = "unknown" if trace is None else "all" if trace else "stored"
     return Lookup([on], tracing=tracing, on_event=on_event).plan(recipe, on)
+
+
+def plan_chain(
+    sources: Sequence[Source],
+    overrides: AnyOverrides = (),
+    *,
+    on: str | None = None,
+    trace: bool | None = None,
+    on_event: Callable[[Event], None] | None = None,
+) -> Chain:
+    """Plan recipes that run one after another, such as SFT, DPO and GRPO, with disk, time and cost in sum.
+
+    A recipe starts from the result of one before it where its model is that recipe's name (`output.name`, else that of
+    its file) or the folder of its run, which need not be there yet.
+
+    Args:
+        sources: The recipes, in their order.
+        overrides: Changes to each of them.
+        on: Another machine than this one, named as for `plan`.
+        trace: Traces of the models, as for `plan`.
+        on_event: Called before a trace is made.
+
+    Raises:
+        TunekitError: A recipe, a model or rows have a fault, or a recipe does not fit; the message names the recipe.
+    """
+    recipes = [read_recipe(source, overrides)[0] for source in sources]
+    tracing: Tracing = "unknown" if trace is None else "all" if trace else "stored"
+    return Lookup([on], tracing=tracing, on_event=on_event).chain(recipes, on)
 
 
 def compare_plans(source: Source, overrides: AnyOverrides = (), *, on: Sequence[str]) -> dict[str, Plan | PlanError]:

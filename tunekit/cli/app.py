@@ -128,7 +128,13 @@ def _tunekit(
 @app.command()
 def plan(
     recipe: cli.RecipeArgument,
-    overrides: cli.OverridesArgument = None,
+    overrides: Annotated[
+        list[str] | None,
+        Argument(
+            help="Overrides, such as train.max_steps=10, or further recipes, planned as a chain.",
+            metavar="KEY=VALUE|RECIPE",
+        ),
+    ] = None,
     on: Annotated[
         list[str] | None,
         Option(
@@ -165,6 +171,12 @@ def plan(
         raise TunekitError("--sweep, --fit and --advise exclude each other", hint="pass one of them")
     if trace and (sweep or fit or advise or (on and len(on) > 1)):
         raise TunekitError("--trace is for one plan", hint="trace the recipe on one machine; the trace is stored")
+    further = [word for word in overrides or () if _is_recipe(word)]
+    if further and (sweep or fit or advise):
+        raise TunekitError("--sweep, --fit and --advise take one recipe", hint=f"remove {further[0]!r}")
+    if further:
+        _plan_chain([recipe, *further], overrides or (), on, trace=trace, as_json=as_json)
+        return
     source, notes = _load(recipe, overrides)
     document: dict[str, Any]
     drawn: RenderableType
@@ -518,6 +530,38 @@ def ui(
 
 app.add_typer(recipes_app, name="recipes", rich_help_panel=RECIPES)
 app.add_typer(runs_app, name="runs")
+
+
+def _is_recipe(word: str) -> bool:
+    """Return whether a word names a recipe, rather than an override."""
+    from tunekit.files import list_recipes
+
+    if "=" in word:
+        return False
+    return word.endswith((".yaml", ".yml")) or Path(word).is_file() or word in [one.name for one in list_recipes()]
+
+
+def _plan_chain(
+    recipes: Sequence[str], words: Sequence[str], on: Sequence[str] | None, *, trace: bool, as_json: bool
+) -> None:
+    """Print the plans of recipes that run one after another."""
+    from tunekit.api import verbs
+    from tunekit.display import plan as display_plan
+    from tunekit.display.console import Progress, make_console, make_error_console
+
+    if on and len(on) > 1:
+        raise TunekitError("--on: recipes in a chain are planned for one machine", hint="pass it once")
+    chain = verbs.plan_chain(
+        recipes,
+        [word for word in words if word not in recipes],
+        on=on[0] if on else None,
+        trace=trace or None,
+        on_event=Progress(make_error_console()),
+    )
+    if as_json:
+        cli.print_json(chain.to_dict())
+        return
+    make_console().print(display_plan.chain_table(chain))
 
 
 def _load(recipe: str, overrides: list[str] | None) -> tuple["Recipe", list[str]]:

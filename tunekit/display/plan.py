@@ -13,8 +13,10 @@ from rich.constrain import Constrain
 from rich.table import Table
 from rich.text import Text
 
+from tunekit.api.chain import Chain
 from tunekit.errors import PlanError
 from tunekit.estimates.memory.memory import Part
+from tunekit.estimates.throughput.speed import duration
 from tunekit.estimates.throughput.step import Range
 from tunekit.planner.plan import COLOURS, NO_TENSORS, Plan, Reason, gib
 from tunekit.planner.variants import NEXT, Variants, to_words
@@ -205,6 +207,27 @@ def comparison_table(plans: Mapping[str, Plan | PlanError]) -> RenderableType:
     return Group(PlanRows(("machine",), rows, FIGURES), *_below(plans.items()), "")
 
 
+def chain_table(chain: Chain) -> RenderableType:
+    """Plans of recipes that run one after another as rows; below them disk, time and cost in sum."""
+    rows = [((link.name, link.start), link.plan) for link in chain]
+    words = total_words(chain.seconds, chain.cost_usd, at_most=any(map(_are_bounds, chain.plans)))
+    if chain.disk_bytes is not None:
+        words += f", at most {gib(chain.disk_bytes)} of disk for all runs"
+    return Group(PlanRows(("recipe", "starts from"), rows, FIGURES), "", Text(words, style="bold"), "")
+
+
+def total_words(seconds: Range | None, cost: Range | None, *, at_most: bool = False) -> str:
+    """Time and cost of several runs in words; their upper ends alone where they are upper bounds."""
+    if seconds is None:
+        return "time unknown"
+    time = f"at most {duration(seconds.high)}" if at_most else seconds.words(duration)
+    words = f"{time} of training in total"
+    if cost is None:
+        return words
+    least = "at most " if at_most else f"{cost.low:,.2f} to "
+    return f"{words}, {least}{cost.high:,.2f} USD"
+
+
 def variants_table(variants: Variants) -> RenderableType:
     """Plans of one recipe with changes as rows; below them what is to be said of those that have none."""
     keys = list(dict.fromkeys(key for variant in variants for key in variant.changes))
@@ -309,6 +332,11 @@ def _layout(plan: Plan | PlanError) -> Text:
     return Text(plan.layout_words, style="green")
 
 
+def _are_bounds(plan: Plan) -> bool:
+    """Return whether the time and the cost of a plan are upper bounds, since its rows are not tokenized."""
+    return not plan.data.has_lengths and not plan.recipe.data.packing
+
+
 def plan_figures(plan: Plan | PlanError) -> dict[str, str]:
     """Return the known FIGURES of a plan in short form: memory and speed, or what did not fit."""
     if isinstance(plan, PlanError):
@@ -317,7 +345,7 @@ def plan_figures(plan: Plan | PlanError) -> dict[str, str]:
     figures = {"GiB": _memory(plan.memory.total_bytes, plan.memory_limit_bytes), "batch": plan.batch_words}
     if plan.memory.host_bytes:
         figures["host GiB"] = _figure(plan.memory.host_bytes / 2**30)
-    speed, at_most = plan.speed, not plan.data.has_lengths and not plan.recipe.data.packing
+    speed, at_most = plan.speed, _are_bounds(plan)
     if speed is None or speed.tokens_per_second is None:
         return figures | {"tokens/s": "unknown"}
     figures["tokens/s"] = _span(speed.tokens_per_second)

@@ -8,9 +8,8 @@ from rich.table import Column
 from rich.text import Text
 
 from tunekit.display.drawing import numbers, plain_table
-from tunekit.display.plan import variants_table
+from tunekit.display.plan import total_words, variants_table
 from tunekit.estimates.throughput.speed import duration
-from tunekit.estimates.throughput.step import Range
 from tunekit.recipe.reading.parse import to_inline_yaml
 from tunekit.runs.events import Event
 from tunekit.sweeps.folder import FAILED, FINISHED, Outcome, Sweep, heading, short_words
@@ -70,18 +69,10 @@ class SweepProgress:
         if spec.one_device_each:
             at_once += ", one accelerator each"
         of_them = f" (planned: {num_plans} of the possible trials)" if spec.search == "optuna" else ""
-        words = f"{spec.num_runs} runs, {at_once}{of_them}: {_total(*event['estimate'])}"
+        words = f"{spec.num_runs} runs, {at_once}{of_them}: {total_words(*event['estimate'])}"
         self._console.print(Text(words, style="bold"))
         self._console.print(Text(spec.measure.how, style="dim"))
         self._console.print(Text(f"sweep  {sweep.path}\n", style="bold"))
-
-
-def _total(seconds: Range | None, cost: Range | None) -> str:
-    """Return the time and cost of all runs."""
-    if seconds is None:
-        return "time unknown"
-    words = f"{seconds.words(duration)} of training in total"
-    return words if cost is None else f"{words}, {cost.low:,.2f} to {cost.high:,.2f} USD"
 
 
 def _ended(one: Outcome) -> str:

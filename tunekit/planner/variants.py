@@ -105,8 +105,12 @@ def _row(variant: Variant) -> dict[str, Any]:
     row: dict[str, Any] = {"machine": variant.machine or "here", "note": variant.note, **variant.changes}
     if isinstance(plan, PlanError):
         return {**row, "fits": False, "why not": str(plan)}
-    row |= {
-        "fits": True,
+    return {**row, "fits": True, **plan_columns(plan)}
+
+
+def plan_columns(plan: Plan) -> dict[str, Any]:
+    """A plan's figures in the columns of a table."""
+    row: dict[str, Any] = {
         "layout": plan.layout_words,
         "memory_gib": plan.memory.total_bytes / 2**30,
         "limit_gib": plan.memory_limit_bytes / 2**30,

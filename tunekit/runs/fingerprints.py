@@ -33,7 +33,7 @@ from tunekit.data.sources.files import LocalFile
 from tunekit.data.sources.in_memory import RowData
 from tunekit.data.sources.load import find_files
 from tunekit.errors import DataError, ModelError, PlanError, RunError, TunekitError
-from tunekit.estimates.facts import Facts, contradictions, taken_over
+from tunekit.estimates.facts import Facts, Origin, contradictions, taken_over
 from tunekit.files import SHIPPED_MODELS
 from tunekit.probe.host import num_cores
 from tunekit.probe.model import TOKENIZER_FILES, fetched_folder, model_folder, with_tokenizer
@@ -367,8 +367,12 @@ def _conflicts(recipe: Recipe) -> Iterator[Conflict]:
     except TunekitError as error:
         yield Conflict(("model", "path"), error.problem.removeprefix("model.path: "), error.hint or "")
         return
-    if origin is None:
-        return
+    if origin is not None:
+        yield from _conflicts_with(origin, recipe)
+
+
+def _conflicts_with(origin: Origin, recipe: Recipe) -> Iterator[Conflict]:
+    """Yield conflicts of a recipe with the run or the adapter that it starts from."""
     if recipe.model.revision is not None:
         what = f"{recipe.model.revision!r} does not apply to a run: {origin.name} records its base model"
         yield Conflict(("model", "revision"), what, "unset it")
@@ -484,10 +488,20 @@ def continued(recipe: Recipe) -> Recipe:
     origin = origin_of(section)
     if origin is None:
         return recipe
-    _refuse(_conflicts(recipe))
+    _refuse(_conflicts_of_code(recipe))
+    return inherited(recipe.model_copy(update={"model": section}), origin)
+
+
+def inherited(recipe: Recipe, origin: Origin) -> Recipe:
+    """Return the recipe with what it inherits from the run or the adapter that it starts from.
+
+    Raises:
+        PlanError: It contradicts that.
+    """
+    _refuse(_conflicts_with(origin, recipe))
     is_type_asked = "type" in recipe.adapter.model_fields_set
     adapter = taken_over(origin, recipe.adapter, is_type_asked=is_type_asked)
-    section = section.model_copy(update={"trust_remote_code": origin.base.trust_remote_code})
+    section = recipe.model.model_copy(update={"trust_remote_code": origin.base.trust_remote_code})
     return recipe.model_copy(update={"model": section, "adapter": adapter})
 
 
