@@ -151,16 +151,19 @@ def known_page() -> str:
         "# Known machines and models\n",
         "`--on` takes these names, also as `8xNAME` and `2x8xNAME`, or a YAML file that describes a machine. GB are of",
         "the sheet, 10^9 bytes; peaks are dense; links count one direction; prices are of an hour of one device.\n",
-        "| name | device | memory, GiB | 16-bit, TFLOP/s | memory, GB/s | link, GB/s | network, GB/s | USD |",
-        "|:--|:--|--:|--:|--:|--:|--:|:--|",
+        "| name | device | memory, GiB | 16-bit, TFLOP/s | memory, GB/s | link, GB/s | network, GB/s | USD/h |",
+        "|:--|:--|--:|--:|--:|--:|--:|--:|",
     ]
     for one in machines:
-        price = "" if one.price is None else f"{one.price.usd_per_hour:g} ({one.price.source}, {one.price.day})"
+        price = "" if one.price is None else f"{one.price.usd_per_hour:g}"
         figures = (one.tflops_16bit, one.memory_gb_per_second, one.link_gb_per_second, one.network_gb_per_second)
         cells = [f"`{one.name}`", one.label, f"{one.memory_mib / 1024:.1f}"]
         cells += ["" if figure is None else f"{figure:g}" for figure in figures]
         lines.append(f"| {' | '.join([*cells, price])} |")
-    lines += ["\nSources:\n", *(f"- `{one.name}`: {'; '.join(one.sources)}" for one in machines)]
+    lines.append("\nSources:\n")
+    for one in machines:
+        price = "" if one.price is None else f"; price: {one.price.source}, {one.price.day}"
+        lines.append(f"- `{one.name}`: {'; '.join(one.sources)}{price}")
     models = sorted(known_models().items())
     sources = list(dict.fromkeys(model.source for _, model in models))
     lines += [
