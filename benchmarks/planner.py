@@ -1,6 +1,7 @@
 """How far the planner's memory estimate is from a trace of the real modules, and how long a plan takes.
 
     python -m benchmarks.planner [--steps KIND ...] [--set development|held-out|all] [--save]
+    python -m benchmarks.planner --public [--save]
 
 The steps are drawn by chance in `tests/estimates/grid.py` (one device), `grid_shards.py` (FSDP2 on 2 to 512) and
 `grid_methods.py` (DPO and GRPO on one); a fifth of each was set aside before the formulas were fitted to the others.
@@ -10,6 +11,7 @@ The traces (`tests/estimates/oracle*.py`) run Hugging Face's modules, TRL's head
 FSDP2 wrapping and autograd on tensors without storage. It is agreement with a trace, not a measurement on a device: the
 allocator, streams, workspaces of libraries and kernels of bitsandbytes are in neither, and are what the parts `context`
 and `reserve` and the planner's margin are for. Below stands how far the estimate is from published measurements.
+`--public` asks public estimators about the held-out steps instead (`benchmarks/estimators.py`).
 
 `error` is that of the peak. `of the step` is that of what comes and goes: the peak less weights and optimizer states,
 which both sides know exactly.
@@ -33,6 +35,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import estimators
 from tests.estimates import grid, grid_families, grid_methods, grid_shards, oracle, oracle_methods, oracle_shards
 from tests.estimates.oracle import Step, estimate_of, traced_facts_of
 from tests.estimates.oracle_methods import MethodStep
@@ -220,8 +223,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", nargs="+", choices=tuple(STEPS), default=list(STEPS))
     parser.add_argument("--set", choices=("development", "held-out", "all"), default="all")
-    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
+    parser.add_argument("--public", action="store_true", help="compare public estimators with the stored traces")
+    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}; with --public, estimators.json")
     arguments = parser.parse_args()
+    if arguments.public:
+        estimators.compare(save=arguments.save)
+        return
     kept = {"development": {False}, "held-out": {True}, "all": {False, True}}[arguments.set]
     speeds, plan_seconds = seconds_per_estimate(), seconds_per_plan()
     began = time.monotonic()
