@@ -124,6 +124,35 @@ def planner_page() -> str:
             cells += [f"{statistics.median(errors):.2%}", f"{max(errors):.2%}"]
             cells.append(f"{traced['date']}, transformers {traced['versions']['transformers']}")
             lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n" + estimators_section()
+
+
+def estimators_section() -> str:
+    """Return the section of public estimators on the held-out steps."""
+    results = json.loads((ROOT / "benchmarks/results/estimators.json").read_text(encoding="utf-8"))
+    versions = ", ".join(f"{name} {results['versions'][name]}" for name in ("accelerate", "deepspeed", "transformers"))
+    lines = [
+        "\n## Public estimators\n",
+        f"`python -m benchmarks.planner --public --save`: {results['date']}, commit {results['commit']}, {versions}.\n",
+        "The same held-out steps with the same traced peaks of tensors, for functions of other packages. Each is given",
+        "what it takes: sizes, rows and their length, precision, checkpointing, LoRA, devices. Bytes that it names",
+        "apart for context, fragmentation or safety are left out. Those of Accelerate and DeepSpeed count weights,",
+        "gradients and optimizer states only. The steps are tunekit's, with a loss that computes logits for some",
+        "tokens at a time; where a tool names the logits of all tokens, a second row is without them. Errors are of",
+        "the steps that it answers; the others have an adapter, a layout, a type of weights or experts that it does",
+        "not take.\n",
+    ]
+    head = ("answered", "median", "worst", "within 10 %")
+    lines += [f"| estimator | {' | '.join(f'{kind}: {name}' for kind in ('one device', 'FSDP2') for name in head)} |"]
+    lines += ["|:--|" + "--:|" * 2 * len(head)]
+    rows: dict[str, list[str]] = {}
+    for entry in results["summary"]:
+        cells = [f"{entry['num_answered']} of {entry['num_steps']}", "", "", ""]
+        if entry["num_answered"]:
+            cells[1:3] = f"{entry['median_error']:.2%}", f"{entry['worst_error']:+.1%}"
+            cells[3] = f"{entry['share_within_10_percent']:.0%}"
+        rows.setdefault(entry["estimator"], []).extend(cells)
+    lines += [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()]
     return "\n".join(lines) + "\n"
 
 
