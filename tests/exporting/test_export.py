@@ -86,7 +86,7 @@ def test_merged_weights_end_an_answer_with_the_token_that_the_adapter_learned(tm
     config = GenerationConfig.from_pretrained(folder)
     own, config.eos_token_id = config.eos_token_id, 5
     config.save_pretrained(folder)
-    _write(find_trained(str(folder)), "merged", "float32", tmp_path / "merged", "1GB", lambda event: None)
+    _write(find_trained(str(folder)), "merged", "float32", tmp_path / "merged", "1GB", lambda event: None, base="")
     assert GenerationConfig.from_pretrained(tmp_path / "merged").eos_token_id == [5, own]
 
 

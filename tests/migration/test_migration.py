@@ -725,7 +725,7 @@ def test_a_file_that_a_command_names_is_read_with_what_the_command_says_besides(
     assert made.recipe.train.global_batch_size == 8
     assert [line_of(made, key).line for key in ("dataset_name", "learning_rate")] == [2, 0]
     script.write_text("llamafactory-cli train more.yaml\n")
-    with pytest.raises(RecipeError, match=r"run\.sh: the command reads more\.yaml: file not found; put it beside"):
+    with pytest.raises(RecipeError, match=r"run\.sh: the command reads more\.yaml: file not found; put it next to"):
         migrate(script)
     (tmp_path / "configs" / "more.yaml").write_text(
         "model_name_or_path: Qwen/Qwen3-4B\nstage: sft\nfinetuning_type: lora\ndataset: identity\n"

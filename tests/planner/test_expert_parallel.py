@@ -49,6 +49,14 @@ def test_a_layout_that_is_asked_for_is_taken_and_explained():
     assert plan.memory.confidence == "closed form"
 
 
+def test_lora_on_attention_trains_with_divided_experts():
+    adapter = {"type": "lora", "target_modules": ["q_proj", "v_proj"]}
+    plan = planned("2x8xh100", parallel={"ep_size": 8}, adapter=adapter)
+    assert plan.layout == Layout(strategy="fsdp2", dp_shard_size=16, ep_size=8)
+    full = planned("2x8xh100", parallel={"ep_size": 8})
+    assert plan.memory.total_bytes < full.memory.total_bytes
+
+
 def test_each_device_has_its_experts_whole_and_gathers_all_else():
     """Weights in bfloat16, on 16 devices of which 2 have the same experts."""
     plain, divided = (units_of(A3B, FullAdapter(), 16, size) for size in (1, 8))
@@ -99,9 +107,18 @@ REFUSED = {
         {"parallel": {"ep_size": 2, "tp_size": 2}},
         "parallel.ep_size and parallel.tp_size: untested together; unset one",
     ),
-    "adapters": (
+    "adapters of experts": (
         {"adapter": "lora"},
-        "FSDP2, full shard, expert parallel 8: PEFT adapters do not support expert parallel layers; "
+        "FSDP2, full shard, expert parallel 8: PEFT adapts only whole experts; adapt attention alone, such as "
+        "adapter.target_modules=[q_proj, k_proj, v_proj, o_proj], or use fsdp2 without ep_size",
+    ),
+    "other adapters": (
+        {"adapter": {"type": "ia3"}},
+        "FSDP2, full shard, expert parallel 8: ia3 with expert parallel layers is untested; use fsdp2 without ep_size",
+    ),
+    "DoRA": (
+        {"adapter": {"type": "lora", "use_dora": True, "target_modules": ["q_proj"]}},
+        "FSDP2, full shard, expert parallel 8: adapter.use_dora with expert parallel layers is untested; unset it, or "
         "use fsdp2 without ep_size",
     ),
     "preferences": (

@@ -36,12 +36,19 @@ def folder(tmp_path_factory):
     return folder
 
 
+def adapter_of(family):
+    """LoRA on attention."""
+    latent = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+    targets = latent if family == "deepseek_v3" else ["q_proj", "k_proj", "v_proj", "o_proj"]
+    return {"type": "lora", "rank": 4, "target_modules": targets}
+
+
 def recipe_for(folder, family, name, layout, *, train=None, **sections):
     """A recipe with torch's kernels: what is compared is the layout."""
     return {
         "model": {"path": str(folder / family), "kernels": "torch"},
         "data": {"train": str(folder / "rows.jsonl"), "max_length": 64},
-        "adapter": "full",
+        "adapter": adapter_of(family) if name.startswith("lora") else "full",
         "method": {"type": "sft", "trainer_args": {"router_aux_loss_coef": 0.0}},
         "train": {
             "max_steps": STEPS,
@@ -64,9 +71,9 @@ def work(path):
     return run
 
 
-def trained(folder, family, layout, **changes):
+def trained(folder, family, layout, adapter="full", **changes):
     """A finished run, trained once for all that ask for it."""
-    name = layout.replace(" ", "-")
+    name = f"{adapter}-{layout.replace(' ', '-')}"
     path = folder / "runs" / family / name
     return Run(path) if path.exists() else work(made(recipe_for(folder, family, name, layout, **changes)))
 
@@ -82,8 +89,9 @@ def norms(run):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["experts", "experts, divided"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_losses_and_weights_are_those_of_one_process(folder, family, layout):
-    one, many = trained(folder, family, "one process"), trained(folder, family, layout)
+@pytest.mark.parametrize("adapter", ["full", "lora"])
+def test_losses_and_weights_are_those_of_one_process(folder, adapter, family, layout):
+    one, many = trained(folder, family, "one process", adapter), trained(folder, family, layout, adapter)
     (event,) = [event for event in many.events() if event["event"] == "engine"]
     assert event["mesh"] == {"dp_shard": many.plan.layout.num_processes, "ep": 2}
     assert len(losses(one)) == STEPS
@@ -94,10 +102,11 @@ def test_losses_and_weights_are_those_of_one_process(folder, family, layout):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("to", LAYOUTS)
-def test_a_run_resumes_in_any_layout(folder, to):
+@pytest.mark.parametrize("adapter", ["full", "lora"])
+def test_a_run_resumes_in_any_layout(folder, adapter, to):
     """From the checkpoint in its middle."""
-    whole = trained(folder, "qwen3_moe", "experts, divided")
-    run = Run(shutil.copytree(whole.path, folder / f"to {to}"))
+    whole = trained(folder, "qwen3_moe", "experts, divided", adapter)
+    run = Run(shutil.copytree(whole.path, folder / f"{adapter} to {to}"))
     shutil.rmtree(run.model_path)
     edits = ["parallel.num_processes=null", "parallel.ep_size=null", "parallel.strategy=auto"]
     edits += [f"parallel.{name}={value}" for name, value in LAYOUTS[to].items()]
@@ -109,14 +118,29 @@ def test_a_run_resumes_in_any_layout(folder, to):
 
 
 @pytest.mark.slow
-def test_a_run_of_one_process_resumes_with_experts_divided(folder):
-    whole = trained(folder, "qwen3_moe", "one process")
-    run = Run(shutil.copytree(whole.path, folder / "from one"))
+@pytest.mark.parametrize("adapter", ["full", "lora"])
+def test_a_run_of_one_process_resumes_with_experts_divided(folder, adapter):
+    whole = trained(folder, "qwen3_moe", "one process", adapter)
+    run = Run(shutil.copytree(whole.path, folder / f"{adapter} from one"))
     shutil.rmtree(run.model_path)
     edits = ["parallel.strategy=auto", "parallel.num_processes=2", "parallel.ep_size=2"]
     work(resumed(run, edits, from_=str(STEPS // 2)).path)
     assert losses(run) == pytest.approx(losses(whole), abs=1e-5)
     torch.testing.assert_close(saved_weights(run.model_path), saved_weights(whole.model_path), rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_recomputation_and_bfloat16_change_nothing_beside_lora_that_they_do_not_in_fsdp2(folder, dtype):
+    runs = []
+    for layout in ("FSDP2", "experts, divided"):
+        train = {"gradient_checkpointing": True, "max_steps": 4}
+        recipe = recipe_for(folder, "qwen3_moe", f"lora {dtype} {layout}", layout, train=train)
+        recipe["model"]["dtype"] = dtype
+        runs.append(work(made(recipe)))
+    assert runs[1].plan.gradient_checkpointing and runs[1].plan.dtype == dtype
+    assert losses(runs[1]) == pytest.approx(losses(runs[0]), abs=1e-5 if dtype == "float32" else 1e-2)
+    assert norms(runs[1]) == pytest.approx(norms(runs[0]), rel=1e-4 if dtype == "float32" else 2e-2)
 
 
 @pytest.mark.slow

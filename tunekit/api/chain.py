@@ -127,9 +127,8 @@ class Chain:
         return self._sum_of("cost_usd")
 
     def _sum_of(self, figure: Literal["seconds", "cost_usd"]) -> Range | None:
-        spans = [getattr(plan.speed, figure, None) for plan in self.plans]
-        known = [span for span in spans if span is not None]
-        return reduce(Range.plus, known) if len(known) == len(self) else None
+        spans = [span for plan in self.plans if (span := getattr(plan.speed, figure, None)) is not None]
+        return reduce(Range.plus, spans) if len(spans) == len(self) else None
 
     def to_dict(self) -> dict[str, Any]:
         """The plans and their sums as plain data, for JSON."""

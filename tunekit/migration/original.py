@@ -126,7 +126,7 @@ def _of_named(script: Original, named: str) -> Original:
     """
     file = next((file for file in (Path(script.path).parent / named, Path(named)) if file.is_file()), None)
     if file is None:
-        raise RecipeError(f"{script.path}: the command reads {named}: file not found", hint="put it beside the script")
+        raise RecipeError(f"{script.path}: the command reads {named}: file not found", hint="put it next to the script")
     original = _of_values(str(file), _text(file))
     # Line numbers are those of the named file.
     _override(original, tuple(replace(entry, line=0) for entry in script.entries if entry.key != "config"))

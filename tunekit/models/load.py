@@ -706,6 +706,8 @@ def attach_adapter(
     if sources is not None and trained is None and isinstance(adapter, LoraAdapter):
         prepare(model, adapter, config, _names_of(adapter, model), sources)
     adapted = get_peft_model(model, config)
+    # By this PEFT gathers the weights of a divided model, all of them, whenever it is asked for the adapter's (0.21).
+    vars(adapted)["_tp_size"] = None
     if new_tokens or (isinstance(adapter, LoraAdapter) and adapter.trainable_token_indices):
         # PEFT would save both tables whole where they have grown.
         adapted.save_pretrained = partial(adapted.save_pretrained, save_embedding_layers=False)

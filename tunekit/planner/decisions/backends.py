@@ -504,7 +504,7 @@ def qat_faults(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Iterato
             yield "train.qat: requires that all parameters are trained, or LoRA", "unset it, or train all of them"
     elif adapter.type != "lora":
         yield f"train.qat: unsupported with adapter.type {adapter.type}", "use adapter.type=lora or full"
-    elif others := adapter_settings_untested_with_qat(adapter):
+    elif others := beyond_plain_lora(adapter):
         yield f"train.qat: untested with adapter.{others[0]}", "unset one of them"
     elif model.published_as is not None:
         yield f"train.qat: {model.path} is quantized already", "unset it, or use the unquantized model"
@@ -528,14 +528,15 @@ def qat_faults(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Iterato
         yield f"train.qat: torchao does not quantize the layers of {model.model_type}", "unset it"
 
 
-def adapter_settings_untested_with_qat(adapter: LoraAdapter) -> list[str]:
-    """Return the settings of LoRA that are untested on layers that round their weights."""
+def beyond_plain_lora(adapter: LoraAdapter) -> list[str]:
+    """Return the settings of LoRA by which more than two matrices of a linear layer are trained, or read weights."""
     settings: dict[str, object] = {
         "init_lora_weights": adapter.init_lora_weights not in (True, "gaussian", "orthogonal"),
         "use_dora": adapter.use_dora,
         "relora": adapter.relora,
         "modules_to_save": adapter.modules_to_save,
         "target_parameters": adapter.target_parameters,
+        "trainable_token_indices": adapter.trainable_token_indices,
     }
     return [name for name, value in settings.items() if value]
 

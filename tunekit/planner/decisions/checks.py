@@ -33,6 +33,7 @@ from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.adapters import (
     FullAdapter,
     LoraAdapter,
+    PeftAdapter,
     PromptTuningAdapter,
     QloraAdapter,
     num_virtual_tokens,
@@ -536,7 +537,7 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
         yield backends.why_not_tiled(recipe, setting.model, layout), "unset train.tiled_mlp"
     if layout.is_divided_at_load:
         what, without = _divided_at_load(layout)
-        if not is_full:
+        if not is_full and layout.tp_size > 1:
             yield f"PEFT adapters do not support {what}", without
         if not is_single_pass:
             why = (
@@ -619,6 +620,23 @@ def _expert_refusals(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, s
         yield f"{optim} is untested with expert parallel layers", f"use train.optim={CLOSEST_OPTIM}"
     if recipe.train.ema_decay is not None:
         yield "averages of expert parallel layers are untested", "unset train.ema_decay"
+    if not isinstance(recipe.adapter, FullAdapter):
+        yield from _adapter_refusals(recipe.adapter, model)
+
+
+def _adapter_refusals(adapter: PeftAdapter, model: ModelFacts) -> Iterator[tuple[str, str]]:
+    """Yield adapters that are not known to train where experts are divided."""
+    without = "use fsdp2 without ep_size"
+    if not isinstance(adapter, LoraAdapter) or isinstance(adapter, QloraAdapter):
+        yield f"{adapter.type} with expert parallel layers is untested", without
+        return
+    for name in backends.beyond_plain_lora(adapter)[:1]:
+        yield f"adapter.{name} with expert parallel layers is untested", f"unset it, or {without}"
+    if any(".experts" in name for name in model.adapted(adapter).kinds):
+        hint = f"adapt attention alone, such as adapter.target_modules=[q_proj, k_proj, v_proj, o_proj], or {without}"
+        yield "PEFT adapts only whole experts", hint
+    if continued_adapter(model.origin, adapter) is not None:
+        yield "an adapter that is trained further with expert parallel layers is untested", without
 
 
 def _row_refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str, str]]:

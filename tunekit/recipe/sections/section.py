@@ -439,8 +439,8 @@ class ParallelSection(Section):
     """Tensor-parallel size: devices that split each layer. Default: chosen by the plan."""
 
     ep_size: Annotated[int, Field(gt=0)] | None = None
-    """Expert-parallel size (fsdp2, full fine-tuning): devices that each keep whole experts of a mixture and exchange
-    tokens instead of gathering all experts. Default: chosen by the plan."""
+    """Expert-parallel size (fsdp2; full fine-tuning, or LoRA on all but experts): devices that each keep whole experts
+    of a mixture and exchange tokens instead of gathering all experts. Default: chosen by the plan."""
 
     cp_size: Annotated[int, Field(gt=0)] | None = None
     """Context-parallel size: devices that split each sequence, in a ring. Default: chosen by the plan."""

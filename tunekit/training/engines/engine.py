@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from peft.tuners.vera.layer import VeraLayer
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
@@ -38,7 +39,7 @@ from tunekit.planner.plan import Plan
 from tunekit.process.processes import name_interface_to_main
 from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
 from tunekit.runs.small_files import Place
-from tunekit.training.engines import deepspeed, fsdp2
+from tunekit.training.engines import deepspeed, expert_parallel, fsdp2
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -112,6 +113,9 @@ def after_loading(model: "Module", plan: Plan) -> None:
         from tunekit.models.sharded_4bit import make_shardable
 
         make_shardable(model)
+    if plan.layout.ep_size > 1 and isinstance(plan.recipe.adapter, LoraAdapter):
+        compute, reduce = (getattr(torch, name) for name in (plan.dtype, plan.reduce_dtype))
+        expert_parallel.divide_adapter(model, MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce))
 
 
 def before_wrapping(trainer: "RunTrainer", plan: Plan) -> None:
@@ -402,7 +406,7 @@ def save_model(trainer: Trainer, plan: Plan, folder: Path) -> None:
         plan: How it was spread.
         folder: Where to.
     """
-    if plan.layout.is_divided_at_load:
+    if plan.layout.is_divided_at_load and isinstance(plan.recipe.adapter, FullAdapter):
         # transformers divided it, and puts it together.
         trainer.model.save_pretrained(folder)
         return

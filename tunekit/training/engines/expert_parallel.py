@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn import Module
@@ -19,6 +20,34 @@ from torch.utils._pytree import tree_map_only
 
 PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")
 """Lists of a scheduler's state with an entry for each optimizer group."""
+
+
+def divide_adapter(model: Module, policy: MixedPrecisionPolicy) -> None:
+    """Divide the adapter of a model whose weights transformers has divided, as FSDP2 divides weights.
+
+    Transformers makes the units when it loads the model, and what is attached later is in none: each process would
+    train its own adapter on its own rows. Here all matrices of a layer are one more unit, which stays gathered between
+    the passes, as they are small.
+
+    Args:
+        model: With its adapter attached, the same in every process.
+        policy: Types of the products and of the reduced gradients.
+    """
+    # Units are listed from the outside to the inside.
+    units = {
+        module: unit
+        for unit in model.modules()
+        if isinstance(unit, FSDPModule)
+        for module in unit.modules()
+        if any(weight.requires_grad for weight in module.parameters(recurse=False))
+    }
+    layers: dict[Module, list[Module]] = {}
+    for module, unit in units.items():
+        layers.setdefault(unit, []).append(module)
+    meshes = [weight.device_mesh for weight in model.parameters() if isinstance(weight, DTensor)]
+    mesh = next(mesh for mesh in meshes if mesh.ndim == 1 and mesh.size() == max(each.size() for each in meshes))
+    for modules in layers.values():
+        fully_shard(modules, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
 
 
 def in_order(states: Any) -> Any:
