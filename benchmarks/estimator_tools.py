@@ -50,12 +50,12 @@ class Question:
     rank: int = 0
     targets: tuple[str, ...] = ()
     trains_tables: bool = False
-    """Whether embeddings or head are trained beside the adapter."""
+    """True if embeddings or head are trained next to the adapter."""
     strategy: Literal["single", "fsdp2"] = "single"
     num_shards: int = 1
     """Devices that divide weights, gradients and optimizer states."""
     reshards: bool = True
-    """Whether weights are freed after the forward pass."""
+    """True if weights are freed after the forward pass."""
 
     @property
     def weights(self) -> str:
