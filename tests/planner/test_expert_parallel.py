@@ -1,6 +1,7 @@
 """Plans that divide the experts of a mixture among devices."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +15,7 @@ from tunekit.estimates.memory.sharding import units_of
 from tunekit.estimates.throughput.step import transfers_of
 from tunekit.planner.resolve import resolve
 from tunekit.probe.model import known_model
-from tunekit.recipe.sections.adapters import FullAdapter
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
 
 A3B = known_model("Qwen/Qwen3-30B-A3B")
 EXPERTS = 48 * 128 * 3 * 2048 * 768
@@ -65,17 +66,28 @@ def test_each_device_has_its_experts_whole_and_gathers_all_else():
     assert less == 2 * EXPERTS // 48 * 7 // 8
     assert plain.reduced(plain.layer, 2) - divided.reduced(divided.layer, 2) == less
     assert plain.gathered(plain.head, 2) == divided.gathered(divided.head, 2)
+    adapter = LoraAdapter(target_modules=["q_proj", "v_proj"])
+    plain_lora, divided_lora = (units_of(A3B, adapter, 16, size) for size in (1, 8))
+    assert divided_lora.all == replace(plain_lora.all, experts=divided_lora.all.experts)
+    assert plain_lora.gathered(plain_lora.layer, 2) - divided_lora.gathered(divided_lora.layer, 2) == less
+    assert plain_lora.reduced(plain_lora.layer, 2) == divided_lora.reduced(divided_lora.layer, 2)
 
 
-def test_tokens_are_sent_instead_of_experts():
-    """There and back again: twice with recomputation in each of 48 layers, to 8 experts, and once for gradients."""
+def sent_with(adapter):
+    """Bytes that a device sends in a step, by their purpose, without and with divided experts."""
     sent = {}
     for size in (1, 8):
         layout = Layout(strategy="fsdp2", dp_shard_size=8, ep_size=size)
         all_transfers = transfers_of(
-            A3B, FullAdapter(), "bfloat16", layout, num_nodes=1, num_tokens=4096, gradient_checkpointing=True
+            A3B, adapter, "bfloat16", layout, num_nodes=1, num_tokens=4096, gradient_checkpointing=True
         )
         sent[size] = {transfer.what: transfer.sent_bytes for transfer in all_transfers}
+    return sent
+
+
+def test_tokens_are_sent_instead_of_experts():
+    """There and back again: twice with recomputation in each of 48 layers, to 8 experts, and once for gradients."""
+    sent, of_lora = sent_with(FullAdapter()), sent_with(LoraAdapter(target_modules=["q_proj", "v_proj"]))
     share = 7 / 8
     assert "exchanging tokens of experts" not in sent[1]
     tokens = 2 * 3 * 48 * 8 * 4096 * 2048 * 2
@@ -83,6 +95,8 @@ def test_tokens_are_sent_instead_of_experts():
     less = sent[1]["gathering weights"] - sent[8]["gathering weights"]
     assert less == pytest.approx(2 * share * 2 * EXPERTS * share)
     assert sent[8]["reducing gradients"] == pytest.approx(sent[1]["reducing gradients"] - share * 2 * EXPERTS * share)
+    assert of_lora[8]["reducing gradients"] == of_lora[1]["reducing gradients"] > 0
+    assert of_lora[1]["gathering weights"] - of_lora[8]["gathering weights"] == pytest.approx(less)
     assert math.isclose(sum(math.prod(A3B.tensors[name]) for name in A3B.tensors if ".experts." in name), EXPERTS)
 
 

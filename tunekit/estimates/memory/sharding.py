@@ -106,7 +106,7 @@ class Units:
 
     def reduced(self, unit: Unit, e: int) -> int:
         """Bytes of the gradients of a unit that a device has whole, padding included."""
-        return self.num_shards * e * unit.trained - self._elsewhere(unit, e)
+        return self.num_shards * e * unit.trained - (self._elsewhere(unit, e) if self.full else 0)
 
     def _elsewhere(self, unit: Unit, e: int) -> int:
         """Bytes of experts that only other devices compute."""
@@ -121,9 +121,9 @@ def units_of(model: ModelFacts, adapter: Adapter, num_shards: int, ep_size: int 
 
     def unit(tensors: Count) -> Unit:
         padded = _padded(tensors, num_shards)
-        if not full:
-            return Unit(frozen=padded)
         experts = _padded({shape: times for shape, times in tensors.items() if shape in stacks}, num_shards)
+        if not full:
+            return Unit(frozen=padded, experts=experts)
         return Unit(trained=padded, whole=_size(tensors), experts=experts)
 
     def packed(tensors: Count) -> Unit:

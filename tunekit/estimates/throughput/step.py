@@ -285,7 +285,8 @@ class _Sender:
         sends = partial(self.ring, layout.num_shards, layout.tp_size)
         experts = self.kept_experts_bytes
         weights = gathered_bytes(self.model, self.adapter, self.dtype) / layout.tp_size - experts
-        gradients = BYTES[self.dtype] * self.num_trained / layout.tp_size - experts
+        trained_experts = experts if isinstance(self.adapter, FullAdapter) else 0.0
+        gradients = BYTES[self.dtype] * self.num_trained / layout.tp_size - trained_experts
         match layout.strategy:
             case "fsdp2" | "zero3":
                 twice = layout.strategy == "zero3" or layout.reshard_after_forward
