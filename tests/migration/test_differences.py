@@ -485,11 +485,21 @@ def test_oft_comes_along_but_for_a_number_of_blocks_and_a_base_in_few_bits() -> 
     assert "set adapter.oft_block_size" in words["oft_rank"]
 
 
-def test_experts_are_divided_among_devices_where_all_weights_are_trained() -> None:
+def test_experts_are_divided_among_devices_where_no_adapter_is_on_them() -> None:
     assert made(AXOLOTL, datasets=[CHAT], adapter=None, expert_parallel_size=2).recipe.parallel.ep_size == 2
     assert made(AXOLOTL, datasets=[CHAT], expert_parallel_size=1).is_same
-    (line,) = made(AXOLOTL, datasets=[CHAT], expert_parallel_size=2).of_kind("unsupported")
-    assert line.words.endswith("parallel.ep_size requires full fine-tuning")
+    attention = {"datasets": [CHAT], "expert_parallel_size": 2, "lora_target_modules": ["q_proj", "o_proj"]}
+    assert made(AXOLOTL, **attention).recipe.parallel.ep_size == 2
+    refused = {
+        "all": {**attention, "lora_target_modules": ["q_proj", "down_proj"]},
+        "linear": {**attention, "lora_target_linear": True},
+        "stacks": {**attention, "lora_target_parameters": ["experts.gate_up_proj"]},
+        "few bits": {**attention, "adapter": "qlora", "load_in_4bit": True},
+        "none named": {"datasets": [CHAT], "expert_parallel_size": 2},
+    }
+    for changes in refused.values():
+        words = {line.key: line.words for line in made(AXOLOTL, **changes).of_kind("unsupported")}
+        assert "parallel.ep_size" in words["expert_parallel_size"]
 
 
 def test_experts_are_quantized_and_balanced_as_axolotl_does_it() -> None:

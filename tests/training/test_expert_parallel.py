@@ -21,6 +21,7 @@ LAYOUTS = {
     "FSDP2": {"strategy": "fsdp2", "num_processes": 2},
     "experts": {"num_processes": 2, "ep_size": 2},
     "experts, divided": {"num_processes": 4, "ep_size": 2},
+    "experts of four": {"num_processes": 4, "ep_size": 4},
 }
 
 
@@ -87,13 +88,13 @@ def norms(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["experts", "experts, divided"])
+@pytest.mark.parametrize("layout", ["experts", "experts, divided", "experts of four"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("adapter", ["full", "lora"])
 def test_losses_and_weights_are_those_of_one_process(folder, adapter, family, layout):
     one, many = trained(folder, family, "one process", adapter), trained(folder, family, layout, adapter)
     (event,) = [event for event in many.events() if event["event"] == "engine"]
-    assert event["mesh"] == {"dp_shard": many.plan.layout.num_processes, "ep": 2}
+    assert event["mesh"] == {"dp_shard": many.plan.layout.num_processes, "ep": LAYOUTS[layout]["ep_size"]}
     assert len(losses(one)) == STEPS
     assert losses(many) == pytest.approx(losses(one), abs=1e-5)
     assert norms(many) == pytest.approx(norms(one), rel=1e-4)
@@ -144,7 +145,8 @@ def test_recomputation_and_bfloat16_change_nothing_beside_lora_that_they_do_not_
 
 
 @pytest.mark.slow
-def test_evaluations_answers_and_balance_are_those_of_fsdp2(folder):
+@pytest.mark.parametrize("adapter", ["full", "lora"])
+def test_evaluations_answers_and_balance_are_those_of_fsdp2(folder, adapter):
     """With the routers' auxiliary loss, which is a mean over a micro-batch: those of both layouts are the same."""
     changes = {
         "data": {"train": str(folder / "rows.jsonl"), "max_length": 64, "eval": str(folder / "held_out.jsonl")},
@@ -153,7 +155,7 @@ def test_evaluations_answers_and_balance_are_those_of_fsdp2(folder):
     }
     runs = []
     for layout in ("FSDP2", "experts"):
-        recipe = recipe_for(folder, "mixtral", f"evaluated {layout}", layout, **changes)
+        recipe = recipe_for(folder, "mixtral", f"{adapter} evaluated {layout}", layout, **changes)
         recipe["output"]["sample_prompts"] = ["double 3"]
         runs.append(work(made(recipe)))
     plain, divided = ([event for event in run.events() if event["event"] in ("eval", "samples")] for run in runs)

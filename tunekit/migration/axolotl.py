@@ -250,12 +250,20 @@ def relora(draft: Draft, entry: Entry) -> Fate:
     return Fate("silent", "is the same here")
 
 
+_OF_EXPERTS = {"gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3"}
+"""Names of linear layers that experts have."""
+
+
 def expert_parallel(draft: Draft, entry: Entry) -> Fate:
     """Devices that divide the experts of a layer."""
     if whole(entry.value) == 1:
         return Fate("silent", "is off")
-    if draft.has_adapter:
-        raise UnfitError("adapters shard experts with their layers; parallel.ep_size requires full fine-tuning")
+    targets = draft.get("lora_target_modules")
+    leaves_experts = isinstance(targets, list) and not {*targets} & _OF_EXPERTS and not draft.get("lora_target_linear")
+    if draft.has_adapter and (draft.values["adapter.type"] != "lora" or not leaves_experts):
+        raise UnfitError("parallel.ep_size requires full fine-tuning, or LoRA on other layers than experts")
+    if draft.get("lora_target_parameters"):
+        raise UnfitError("PEFT adapts only whole experts; parallel.ep_size divides them")
     return draft.carry(entry, "parallel.ep_size", whole(entry.value))
 
 
