@@ -253,7 +253,7 @@ def main() -> None:
             "versions": {package: version(package) for package in PACKAGES},
         }
         stored = json.loads(RESULTS.read_text(encoding="utf-8"))
-        found = {
+        results = {
             "seconds_per_estimate": speeds,
             "seconds_per_plan": plan_seconds,
             "traced": stored["traced"] | dict.fromkeys(arguments.steps, traced),
@@ -262,7 +262,7 @@ def main() -> None:
                 *(asdict(row) for row in rows),
             ],
         }
-        RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -78,30 +78,32 @@ FULL = {"adapter": "full"}
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ((DPO, SFT), r"dpo: model\.path: sft comes later in the chain; pass it before dpo"),
+        ({"dpo": DPO, "sft": SFT}, r"dpo: model\.path: sft comes later in the chain; pass it before dpo"),
         (
-            (SFT | {"adapter": {"type": "lora", "relora": {"steps": 20}}, "train": {"max_steps": 60}}, DPO),
+            {
+                "sft": {**SFT, "adapter": {"type": "lora", "relora": {"steps": 20}}, "train": {"max_steps": 60}},
+                "dpo": DPO,
+            },
             r"dpo: model\.path: the ranks of its adapter are known once sft has finished; plan this recipe then",
         ),
         (
-            (SFT | FULL | {"adapter": {"type": "full", "new_layers": 4}}, DPO | FULL),
+            {"sft": {**SFT, "adapter": {"type": "full", "new_layers": 4}}, "dpo": {**DPO, **FULL}},
             r"dpo: model\.path: its new layers are known once sft has finished",
         ),
         (
-            (SFT, {**DPO, "method": "reward"}),
+            {"sft": SFT, "dpo": {**DPO, "method": "reward"}},
             r"dpo: model\.path: the adapter of sft is for a generative model",
         ),
-        ((SFT, {**DPO, "adapter": {"type": "lora", "rank": 4}}), r"dpo: adapter\.rank: 4 here, but 16 in the adapter"),
+        (
+            {"sft": SFT, "dpo": {**DPO, "adapter": {"type": "lora", "rank": 4}}},
+            r"dpo: adapter\.rank: 4 here, but 16 in the adapter",
+        ),
     ],
 )
 def test_what_cannot_be_planned_names_the_recipe(sections, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    names = {id(DPO): "dpo", id(SFT): "sft"}
-    sources = [
-        named(names.get(id(one), "dpo" if "model" in one and one["model"] == "sft" else "sft"), one) for one in sections
-    ]
     with pytest.raises(PlanError, match=words):
-        tunekit.plan_chain(sources, on="8xh100")
+        tunekit.plan_chain([named(*pair) for pair in sections.items()], on="8xh100")
 
 
 def test_full_fine_tuning_goes_on_with_weights_of_the_trained_type(tmp_path, monkeypatch):

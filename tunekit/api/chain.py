@@ -1,16 +1,16 @@
 """Plans of recipes that run one after another, such as SFT, DPO and GRPO, with disk, time and cost in sum."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from tunekit.errors import PlanError
-from tunekit.estimates.facts import Ancestor, Origin
+from tunekit.estimates.facts import Origin
 from tunekit.estimates.throughput.step import Range
 from tunekit.planner.plan import Plan
 from tunekit.planner.variants import plan_columns
+from tunekit.probe.origin import origin_in
 from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
 from tunekit.recipe.sections.model import ModelSection
 from tunekit.runs.prepared_data import absolute
@@ -59,9 +59,8 @@ class Link:
         Raises:
             PlanError: It is not known before the run has finished.
         """
-        recipe, earlier = absolute(self.plan.recipe), self.plan.origin
-        adapter, model = recipe.adapter, self._folder.absolute() / "model"
-        unknown = None
+        recipe, unknown = absolute(self.plan.recipe), None
+        adapter = recipe.adapter
         if isinstance(adapter, FullAdapter) and adapter.new_layers:
             unknown = "its new layers"
         elif isinstance(adapter, FullAdapter) and self.plan.new_tokens:
@@ -71,18 +70,8 @@ class Link:
         if unknown is not None:
             problem = f"model.path: {unknown} are known once {self.name} has finished"
             raise PlanError(problem, hint="plan this recipe then")
-        base = earlier.loaded_for(recipe.model) if earlier is not None else recipe.model
-        is_full = isinstance(adapter, FullAdapter)
-        if is_full:
-            base = ModelSection(path=str(model), trust_remote_code=base.trust_remote_code)
-        this = Ancestor(name=model.parent.name, path=str(model.parent), method=recipe.method.type, adapter=adapter.type)
-        return Origin(
-            folder=str(model),
-            base=base,
-            adapter=None if isinstance(adapter, FullAdapter) else adapter.as_saved,
-            start=earlier.start if earlier is not None else recipe.model.path,
-            runs=(*(earlier.runs if earlier is not None else ()), this),
-        )
+        saved = None if isinstance(adapter, FullAdapter) else adapter.as_saved
+        return origin_in(self._folder.absolute() / "model", recipe, saved, self.plan.origin)
 
     def files_for(self, section: ModelSection) -> ModelSection:
         """Return the model with the files for a recipe that starts from this run, with what that recipe changes."""
@@ -119,16 +108,12 @@ class Chain:
     @property
     def seconds(self) -> Range | None:
         """Time of all training; None where that of one is not known."""
-        return self._sum_of("seconds")
+        return _sum(plan.speed.seconds if plan.speed else None for plan in self.plans)
 
     @property
     def cost_usd(self) -> Range | None:
         """Price of that time for all devices; None where one is not known."""
-        return self._sum_of("cost_usd")
-
-    def _sum_of(self, figure: Literal["seconds", "cost_usd"]) -> Range | None:
-        spans = [span for plan in self.plans if (span := getattr(plan.speed, figure, None)) is not None]
-        return reduce(Range.plus, spans) if len(spans) == len(self) else None
+        return _sum(plan.speed.cost_usd if plan.speed else None for plan in self.plans)
 
     def to_dict(self) -> dict[str, Any]:
         """The plans and their sums as plain data, for JSON."""
@@ -148,3 +133,13 @@ class Chain:
 
     def _repr_html_(self) -> str:
         return self.to_frame().to_html(index=False, na_rep="", float_format="{:,.4g}".format)
+
+
+def _sum(spans: Iterable[Range | None]) -> Range | None:
+    """Return the sum of ranges; None where one is not known."""
+    total = Range(low=0, high=0)
+    for span in spans:
+        if span is None:
+            return None
+        total = total.plus(span)
+    return total

@@ -111,8 +111,7 @@ def plan(
             model cannot be traced and `trace` is True.
     """
     recipe, _ = read_recipe(source, overrides, train_dataset=train_dataset, eval_dataset=eval_dataset)
-    tracing: Tracing = "unknown" if trace is None else "all" if trace else "stored"
-    return Lookup([on], tracing=tracing, on_event=on_event).plan(recipe, on)
+    return Lookup([on], tracing=_tracing(trace), on_event=on_event).plan(recipe, on)
 
 
 def plan_chain(
@@ -139,8 +138,12 @@ def plan_chain(
         TunekitError: A recipe, a model or rows have a fault, or a recipe does not fit; the message names the recipe.
     """
     recipes = [read_recipe(source, overrides)[0] for source in sources]
-    tracing: Tracing = "unknown" if trace is None else "all" if trace else "stored"
-    return Lookup([on], tracing=tracing, on_event=on_event).chain(recipes, on)
+    return Lookup([on], tracing=_tracing(trace), on_event=on_event).chain(recipes, on)
+
+
+def _tracing(trace: bool | None) -> Tracing:
+    """Return the models of which a trace is made."""
+    return "unknown" if trace is None else "all" if trace else "stored"
 
 
 def compare_plans(source: Source, overrides: AnyOverrides = (), *, on: Sequence[str]) -> dict[str, Plan | PlanError]:

@@ -25,7 +25,8 @@ from tunekit.estimates.models.towers import part_of
 from tunekit.files import SHIPPED_MODELS, read_table
 from tunekit.probe.model_files import broken, check_links, read_settings
 from tunekit.recipe.load import reload_recipe
-from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, PeftAdapter
+from tunekit.recipe.schema import Recipe
+from tunekit.recipe.sections.adapters import AnyPeftAdapter, FullAdapter, LoraAdapter, PeftAdapter
 from tunekit.recipe.sections.model import ModelSection
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -60,13 +61,26 @@ def is_result(folder: Path) -> bool:
 def _of_run(folder: Path, path: str) -> Origin:
     run = folder.parent
     recipe = reload_recipe(run / "recipe.yaml")
-    earlier = _origin_in(run / "plan.yaml")
-    base, adapter = earlier.loaded_for(recipe.model) if earlier else recipe.model, None
-    if isinstance(recipe.adapter, FullAdapter):
-        base = ModelSection(path=str(folder), trust_remote_code=base.trust_remote_code)
-    else:
+    adapter = None
+    if not isinstance(recipe.adapter, FullAdapter):
         _check_weights(folder, path)
         adapter = in_folder(recipe.adapter, folder)
+    return origin_in(folder, recipe, adapter, _origin_in(run / "plan.yaml"))
+
+
+def origin_in(folder: Path, recipe: Recipe, adapter: AnyPeftAdapter | None, earlier: Origin | None) -> Origin:
+    """Return the result of a run as what training starts from; it need not be there yet.
+
+    Args:
+        folder: The result's folder, in the folder of the run.
+        recipe: The recipe of the run.
+        adapter: Section of the adapter that is saved; None where all weights are.
+        earlier: What the run itself started from.
+    """
+    run = folder.parent
+    base = earlier.loaded_for(recipe.model) if earlier else recipe.model
+    if adapter is None:
+        base = ModelSection(path=str(folder), trust_remote_code=base.trust_remote_code)
     this = Ancestor(name=run.name, path=str(run), method=recipe.method.type, adapter=recipe.adapter.type)
     return Origin(
         folder=str(folder),
