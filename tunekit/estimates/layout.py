@@ -2,12 +2,13 @@
 
 from tunekit.estimates.facts import Device, Facts
 from tunekit.estimates.memory.states import Dtype
-from tunekit.recipe.sections.section import OffloadDevice, Strategy
+from tunekit.recipe.sections.section import Engine, OffloadDevice, Strategy
 
 
 class Layout(Facts):
     """A way to spread a run: how many processes there are, what they share, and what leaves the device."""
 
+    engine: Engine = "accelerate"
     strategy: Strategy = "single"
     dp_replicate_size: int = 1
     """Groups of devices that hold a copy of everything each, and sum their gradients."""
@@ -18,6 +19,8 @@ class Layout(Facts):
     ep_size: int = 1
     """Devices of a shard group that keep different experts whole and exchange tokens (expert parallel). Those that keep
     the same ones divide them."""
+    pp_size: int = 1
+    """Groups of devices that each hold some of the layers and pass micro-batches on (pipeline parallel)."""
     cp_size: int = 1
     """Devices that divide one sequence and pass keys and values around a ring (context parallel)."""
     sp_size: int = 1
@@ -32,12 +35,12 @@ class Layout(Facts):
     @property
     def num_processes(self) -> int:
         """Devices in use, one process each."""
-        return self.num_batches * self.devices_per_sequence
+        return self.num_batches * self.devices_per_sequence * self.pp_size
 
     @property
     def is_divided_at_load(self) -> bool:
         """True if transformers divides the model when it loads it, rather than Accelerate once it is there."""
-        return self.tp_size > 1 or self.ep_size > 1
+        return self.engine == "accelerate" and (self.tp_size > 1 or self.ep_size > 1)
 
     @property
     def why_not_resumed(self) -> str | None:
@@ -86,9 +89,10 @@ class Layout(Facts):
 
         DDP sums what the optimizer takes, in the type of the trained weights. FSDP2 through Accelerate and DeepSpeed
         sum what the backward pass gives; the first keeps the sums as weights are trained. Through transformers, which
-        divides layers or experts besides, FSDP2 sums in float32.
+        divides layers or experts besides, and through Automodel, FSDP2 sums in float32.
         """
-        return trained_dtype if self.autocasts or self.is_divided_at_load else dtype
+        in_trained = self.autocasts or self.is_divided_at_load or self.engine != "accelerate"
+        return trained_dtype if in_trained else dtype
 
     def pad_to_multiple_of(self, max_length: int, device: Device) -> int | None:
         """Return the multiple that rows are padded to where Ulysses divides them: one equal part per device.
@@ -103,7 +107,9 @@ class Layout(Facts):
     @property
     def name(self) -> str:
         """The layout in words: `FSDP2, hybrid shard`."""
-        words = [_ENGINES[self.strategy]]
+        words = [_STRATEGIES[self.strategy]]
+        if self.engine != "accelerate":
+            words.insert(0, _ENGINES[self.engine])
         if self.strategy == "fsdp2":
             words.append(f"hybrid shard of {self.num_shards}" if self.dp_replicate_size > 1 else "full shard")
             if not self.reshard_after_forward:
@@ -111,6 +117,7 @@ class Layout(Facts):
         sizes = {
             "tensor parallel": self.tp_size,
             "expert parallel": self.ep_size,
+            "pipeline parallel": self.pp_size,
             "context parallel": self.cp_size,
             "Ulysses": self.sp_size,
         }
@@ -125,7 +132,9 @@ class Layout(Facts):
         return ", ".join(words)
 
 
-_ENGINES: dict[Strategy, str] = {
+_ENGINES: dict[Engine, str] = {"accelerate": "Accelerate", "automodel": "NeMo Automodel"}
+
+_STRATEGIES: dict[Strategy, str] = {
     "single": "single device",
     "ddp": "DDP",
     "fsdp2": "FSDP2",

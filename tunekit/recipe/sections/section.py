@@ -416,12 +416,19 @@ Strategy = Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
 """How devices work together: one alone, torch's DistributedDataParallel, its `fully_shard`, DeepSpeed's ZeRO by
 its stage."""
 
+Engine = Literal["accelerate", "automodel"]
+"""What divides a model and runs its steps: Accelerate, or NeMo Automodel."""
+
 OffloadDevice = Literal["none", "cpu", "nvme"]
 """Where something lies while the device does not need it: it stays, in main memory, or on a disk."""
 
 
 class ParallelSection(Section):
     """Parallelism across devices; everything defaults to the plan's choice. Sizes have Accelerate's names."""
+
+    engine: Engine = "accelerate"
+    """`accelerate`, or `automodel` (NeMo Automodel: fsdp2 with pipeline and expert parallel; full fine-tuning by
+    `method.type=sft`)."""
 
     strategy: Literal["auto"] | Strategy = "auto"
     """`single` (one device), `ddp`, `fsdp2`, or DeepSpeed's `zero1`, `zero2`, `zero3`. `auto`: the cheapest that fits;
@@ -441,6 +448,10 @@ class ParallelSection(Section):
     ep_size: Annotated[int, Field(gt=0)] | None = None
     """Expert-parallel size (fsdp2; full fine-tuning, or LoRA on all but experts): devices that each keep whole experts
     of a mixture and exchange tokens instead of gathering all experts. Default: chosen by the plan."""
+
+    pp_size: Annotated[int, Field(gt=0)] | None = None
+    """Pipeline-parallel size (`engine=automodel`): groups of devices that each hold some of the layers and pass
+    micro-batches on. Default: chosen by the plan."""
 
     cp_size: Annotated[int, Field(gt=0)] | None = None
     """Context-parallel size: devices that split each sequence, in a ring. Default: chosen by the plan."""
