@@ -158,7 +158,7 @@ DAMAGES = [
     ("lora", BOTH, interrupted, r"is interrupted, after step 2 of 2: no model yet; .*--checkpoint 2"),
     ("lora", BOTH, lambda run: cut(run / "model/adapter_model.safetensors"), "adapter_model.safetensors is damaged"),
     ("full", ALONE, lambda run: cut(run / "model/model.safetensors"), "the weights of .* are damaged"),
-    ("full", BOTH, lambda run: cut(run / "model/config.json"), "is not a valid JSON file"),
+    ("full", BOTH, lambda run: cut(run / "model/config.json"), r"is not a valid JSON file|has a broken config\.json"),
     ("full", ALONE, lambda run: (run / "model/config.json").unlink(), "has no config.json; restore it"),
     (
         "full",

@@ -285,6 +285,8 @@ class Hardware(Facts):
     """The same of DeepSpeed."""
     vllm: bool | None = None
     """The same of vLLM."""
+    automodel: bool | None = None
+    """The same of the version of NeMo Automodel that tunekit runs."""
     num_nodes: int = 1
     environment: Mapping[str, str] = {}
     """Variables for torch that the user has set, and that a plan would decide otherwise."""

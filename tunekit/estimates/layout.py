@@ -43,6 +43,11 @@ class Layout(Facts):
         return self.engine == "accelerate" and (self.tp_size > 1 or self.ep_size > 1)
 
     @property
+    def saved_as(self) -> str:
+        """Kind of the checkpoints: Accelerate's by strategy, or those of another engine."""
+        return self.strategy if self.engine == "accelerate" else self.engine
+
+    @property
     def why_not_resumed(self) -> str | None:
         """Reason that a run in this layout cannot resume, so that it writes no checkpoints; None where it can."""
         if self.tp_size > 1:

@@ -28,6 +28,9 @@ def obstacle(saved: Layout, layout: Layout, optim: Optim = "adamw_torch_fused") 
     of 8-bit or 4-bit states are those of as many parts as before.
     """
     as_before = f"parallel.strategy={saved.strategy} parallel.num_processes={saved.num_processes}"
+    if saved.engine != layout.engine:
+        why = f"a checkpoint of {saved.name} cannot be loaded by another engine"
+        return Refusal(why, f"resume with parallel.engine={saved.engine} {as_before}")
     if layout.why_not_resumed is not None:
         return Refusal(layout.why_not_resumed, f"resume with {as_before}")
     if optim in BLOCK_OPTIMS and saved.num_shards != layout.num_shards:

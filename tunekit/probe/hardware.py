@@ -14,6 +14,7 @@ from packaging.version import Version
 
 from tunekit.estimates.facts import Figures, Hardware
 from tunekit.estimates.hardware.catalogue import NOTES, reported_as
+from tunekit.planner.decisions.automodel import VERSION as AUTOMODEL_VERSION
 from tunekit.planner.decisions.environment import DECIDED
 from tunekit.probe.amd import amd_devices
 from tunekit.probe.found import Found
@@ -83,6 +84,7 @@ def probe_node() -> Hardware:
         environment={name: os.environ[name] for name in DECIDED if name in os.environ},
         deepspeed=find_spec("deepspeed") is not None,
         vllm=_has_vllm(),
+        automodel=_is_installed("nemo-automodel", AUTOMODEL_VERSION),
         figures=figures_of(used),
         note="; ".join(notes) or None,
     )
@@ -124,13 +126,17 @@ def _has_vllm() -> bool:
     return find_spec("vllm") is not None and Version(version("vllm")) >= MIN_VLLM
 
 
-def _is_installed(name: str) -> bool:
-    """Return whether a distribution is installed; two of FlashAttention share their import name."""
+def _is_installed(name: str, needed: str | None = None) -> bool:
+    """Return whether a distribution is installed; two of FlashAttention share their import name.
+
+    Args:
+        name: Name of the distribution.
+        needed: Its version; None for any.
+    """
     try:
-        distribution(name)
+        return distribution(name).version == needed or needed is None
     except PackageNotFoundError:
         return False
-    return True
 
 
 def torch_build() -> TorchBuild:

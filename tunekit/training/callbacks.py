@@ -396,15 +396,20 @@ class Boundary(TrainerCallback):  # type: ignore[misc]
                     trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
 
         def save_in_time(save: Callable[..., Any], model: Any, trial: Any) -> None:
-            self._wishes.is_saving = True
-            save(model, trial)
-            # One that goes on in the background is waited for at the end.
-            self._wishes.is_saving = self.has_stopped
+            with self.saving():
+                save(model, trial)
 
         trainer.wrap("evaluate", evaluate_aside)
         trainer.wrap("finish_step", finish_or_leave)
         trainer.wrap("save_checkpoint", save_in_time)
         trainer.add_callback(self)
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """While a checkpoint is made. One that goes on in the background is waited for at the end."""
+        self._wishes.is_saving = True
+        yield
+        self._wishes.is_saving = self.has_stopped
 
     def on_step_begin(self, *_: object, **__: object) -> None:
         """Leave stop requests to the end of the step from here on."""

@@ -71,12 +71,52 @@ def check_saved(trainer: Any, plan: Plan, record: Record, folder: Path, *, vocab
         else:
             with _outside_of_engines(trainer, plan):
                 problem = _problem(plan, record, folder, device, rows, trained)
-    problem = same_everywhere(problem, record.place)
+    _raise(same_everywhere(problem, record.place), folder)
+
+
+def check_saved_losses(plan: Plan, record: Record, folder: Path, rows: list[list[int]], losses: list[float]) -> None:
+    """Compare the losses of a saved model with those of the trained one, whose logits no process has.
+
+    Called by all processes together.
+
+    Args:
+        plan: Its layout and types.
+        record: Where the result goes.
+        folder: The saved model.
+        rows: Token ids of a few rows.
+        losses: Mean loss of each by the trained model, in nats per token.
+
+    Raises:
+        RunError: They differ by more than rounding, or the saved model cannot be loaded.
+    """
+    problem = None
+    if record.place.is_main:
+        device = _device(plan)
+        if device is None:
+            _skip(record, "too little free memory to load it in addition to the trained one")
+        else:
+            model = _load(plan, folder, device)
+            error = max(abs(_loss(model, row, device) / loss - 1) for row, loss in zip(rows, losses, strict=True))
+            tolerance = TOLERANCES[plan.dtype]
+            record.write("saved", loss_error=error, tolerance=tolerance, device=device)
+            if not error <= tolerance:
+                problem = f"on {len(rows)} rows its loss is off by {error:.2%} (rounding: up to {tolerance:.2%})"
+    _raise(same_everywhere(problem, record.place), folder)
+
+
+def _raise(problem: str | None, folder: Path) -> None:
     if problem is not None:
         what = f"the saved model differs from the trained one: {problem}"
         raise RunError(
             what, hint=f"the model is in {folder}; please report this with recipe.yaml and plan.yaml of the run"
         )
+
+
+def _loss(model: Any, ids: list[int], device: str) -> float:
+    """Return the mean loss of a row over all of its tokens but the first, in nats per token."""
+    with torch.no_grad():
+        logits = _logits(model, ids, device)
+    return float(torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:])))
 
 
 def _problem(

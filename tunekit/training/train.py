@@ -202,7 +202,7 @@ def load_train_save(watch: Watch, wishes: Wishes) -> bool:
             if plan.base.rope_scaling is not None and not isinstance(recipe.adapter, FullAdapter):
                 # PEFT saves an adapter without the configuration that its base was changed to.
                 load.read_config(plan.base).save_pretrained(draft)
-            result = _summary(watch, saver, time.time() - began)
+            result = summary(watch, saver, time.time() - began)
             write_card(run, result, draft)
             publish_result(draft, run.model_path)
             record.write("result", **result)
@@ -344,7 +344,7 @@ def forget_overrides(optim: Optim) -> None:
         GlobalOptimManager.get_instance().initialize()
 
 
-def _summary(watch: Watch, saver: Saver, seconds: float) -> dict[str, Any]:
+def summary(watch: Watch, saver: Saver, seconds: float) -> dict[str, Any]:
     """Return the summary of a run for the user and for later plans."""
     run, plan = watch.record.run, watch.plan
     events = run.events()

@@ -115,7 +115,11 @@ def _train(record: Record, heart: watchdog.Heart, wishes: Wishes, *, supervised:
 def _work(watch: "Watch", wishes: Wishes) -> bool:
     with collected_seldom():
         from tunekit.training.engines.engine import join, leave
-        from tunekit.training.train import load_train_save
+
+        if watch.plan.layout.engine == "automodel":
+            from tunekit.training.automodel import load_train_save
+        else:
+            from tunekit.training.train import load_train_save
 
     run, place = watch.record.run, watch.record.place
     reserve = bytearray(RESERVE_BYTES)

@@ -22,7 +22,7 @@ from tunekit.estimates.models.rope import BY_LENGTH, factor_for, kind_of
 from tunekit.estimates.models.rope import faults as rope_faults
 from tunekit.estimates.models.towers import Part
 from tunekit.estimates.passes import Passes
-from tunekit.planner.decisions import backends
+from tunekit.planner.decisions import automodel, backends
 from tunekit.planner.decisions.adapters import adapter_faults, start_refusal
 from tunekit.planner.decisions.candidates import Setting, divisors
 from tunekit.planner.decisions.published import published_faults, published_refusals
@@ -156,6 +156,7 @@ def _faults(
         hint = f"set in method.trainer_args: `lr_scheduler_kwargs: {{{names[0]}: {example}}}`"
         yield f"train.lr_scheduler_type: {train.lr_scheduler_type} needs {' or '.join(names)}", hint
     yield from _parallel_faults(recipe, hardware, model)
+    yield from automodel.faults(recipe, hardware, model)
     reads_own_tokens = recipe.method.spec.teacher_reads_own_tokens
     if teacher is not None and teacher.vocab_size != model.vocab_size and not reads_own_tokens:
         problem = f"method.teacher: {teacher.path} has a vocabulary of {teacher.vocab_size:,}, but {model.path} of "

@@ -401,6 +401,11 @@ def _missing_state(manifest: Manifest) -> Iterator[str]:
 def _state(manifest: Manifest) -> Iterator[tuple[str, str, str]]:
     """Yield the state required to resume, its file, and a pattern of files that have it, with braces for the former."""
     num, strategy = manifest.num_processes, manifest.strategy
+    if strategy == "automodel":
+        yield "weights state", "model", r"{}/.*\.safetensors"
+        yield "optimizer index", "optim/.metadata", "{}"
+        yield "optimizer state", "optim", r"{}/.*\.distcp"
+        return
     yield "trainer state", "trainer_state.json", "{}"
     yield "scheduler state", "scheduler.pt", "{}"
     for rank in range(num):

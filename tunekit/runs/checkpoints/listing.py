@@ -76,9 +76,12 @@ def newest_weights(run: Run) -> Found | None:
 def weights_fault(folder: Path) -> str | None:
     """Return the fault of a checkpoint's weights, if any. All of them are read."""
     try:
-        files = complete.manifest_of(folder).files
+        manifest = complete.manifest_of(folder)
     except (OSError, ValueError):
         return "not fully written"
+    if manifest.strategy == "automodel":
+        return "NeMo Automodel's parts of weights"
+    files = manifest.files
     weights = [name for name in files if any(fnmatch(name, pattern) for pattern in WEIGHTS)]
     if not weights:
         return "no weights"

@@ -240,6 +240,9 @@ def _refuse_plan(run: Run, saved: Plan, plan: Plan, *, again: str, weights_only:
     if weights_only and plan.layout.strategy == "zero3":
         problem = f"{run.name}: ZeRO-3 shards weights before those of a checkpoint can be loaded into them"
         raise RunError(problem, hint="set parallel.strategy=fsdp2, or zero2")
+    if weights_only and plan.layout.engine != "accelerate":
+        problem = f"{run.name}: {plan.layout.name} cannot start from the weights of a checkpoint"
+        raise RunError(problem, hint=f"resume without --weights-only; {again}")
     barrier = None if weights_only else obstacle(saved.layout, plan.layout, plan.recipe.train.optimizer)
     if barrier is not None:
         num, name = plan.layout.num_processes, plan.layout.name

@@ -119,13 +119,17 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         self._evaluation: dict[str, float] = {}
         self._saving: _Save | None = None
 
-    def attach(self, trainer: RunTrainer) -> None:
-        """Save what this trainer saves. Called by all processes together, before its model is wrapped."""
-        self.trainer = trainer
+    def open_group(self) -> None:
+        """Make the process group of the checkpoints. Called by all processes together."""
         self._group: distributed.ProcessGroup | None = None
         if distributed.is_initialized():
             # Of its own, since exchanges of a thread would come between those of the training.
             self._group = distributed.new_group(timeout=timedelta(seconds=self.plan.timeout_seconds), backend="gloo")
+
+    def attach(self, trainer: RunTrainer) -> None:
+        """Save what this trainer saves. Called by all processes together, before its model is wrapped."""
+        self.trainer = trainer
+        self.open_group()
         self._target: Path | None = None
         self.stopping.attach(trainer)
         trainer.wrap("save_checkpoint", self._save)
@@ -205,15 +209,27 @@ class Saver(TrainerCallback):  # type: ignore[misc]
 
     def _save(self, save_pieces: Callable[..., Any], model: Any, trial: Any) -> None:
         """Make a checkpoint of the step that was taken, around the trainer's own."""
+        step = int(self.trainer.state.global_step)
+        self._target = complete.draft_of(self.run.path, step)
+        self.save(step, lambda: save_pieces(model, trial))
+
+    def save(self, step: int, write: Callable[[], None]) -> None:
+        """Make a checkpoint. Called by all processes together.
+
+        Args:
+            step: Its step.
+            write: Writes the files of this process into the folder of the checkpoint in `complete.draft_of`.
+
+        Raises:
+            DiskError: It cannot be written.
+        """
         self.heart.mark("saving")
         self._finish()
-        step = int(self.trainer.state.global_step)
         saving = self._saving = _Save(step, self.best, self.stopping.patience, time.perf_counter())
         if self.record.place.is_main:
             self._keep(saving, lambda: self._begin(saving))
         self._agree(saving)
-        self._target = complete.draft_of(self.run.path, step)
-        self._keep(saving, lambda: save_pieces(model, trial))
+        self._keep(saving, write)
         if self.record.place.is_main:
             self._keep(saving, lambda: self._add_own(saving))
         self._agree(saving)
@@ -332,7 +348,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
             format=complete.FORMAT,
             step=saving.step,
             num_processes=self.plan.layout.num_processes,
-            strategy=self.plan.layout.strategy,
+            strategy=self.plan.layout.saved_as,
             dtype=self.plan.dtype,
             recipe=files["recipe.yaml"].sha256,
             made_of=files["fingerprints.json"].sha256 if "fingerprints.json" in files else None,
