@@ -69,7 +69,8 @@ def assume_of_swift(draft: Draft) -> None:
     if _completes(draft):
         draft.assume({"method.generation.temperature": 0.9, "method.max_completion_length": 512})
         _note_long_completions(draft, "max_completion_length", 512)
-    if draft.values.get("train.global_batch_size") != draft.get("per_device_train_batch_size", 1):
+    is_megatron = draft.original.program == "megatron"
+    if not is_megatron and draft.values.get("train.global_batch_size") != draft.get("per_device_train_batch_size", 1):
         words = "ms-swift averages the loss over the tokens of each micro-batch, tunekit over those of the whole step"
         draft.differ("per_device_train_batch_size", draft.get("per_device_train_batch_size", 1), words)
 

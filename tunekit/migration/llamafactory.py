@@ -3,11 +3,10 @@
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
-from tunekit.migration import images, optimizers
+from tunekit.migration import images, megatron, optimizers
 from tunekit.migration import training as hf
 from tunekit.migration.draft import Draft, UnfitError, carried, names, number, reason, text, truth, whole
 from tunekit.migration.original import Entry, read_mapping
@@ -20,10 +19,9 @@ _METHODS = {"sft": "sft", "pt": "sft", "dpo": "dpo", "kto": "kto", "rm": "reward
 
 def prepare(draft: Draft) -> None:
     """Lay in what several keys say together."""
-    if draft.num_devices is not None and draft.get("use_mca") is True:
+    if draft.num_devices is not None and megatron.is_of_llama_factory(draft):
         # Devices that share a row add none to the batch.
-        shared = (draft.get(f"{kind}_model_parallel_size", 1) for kind in ("tensor", "pipeline"))
-        draft.num_devices = max(1, draft.num_devices // prod(whole(size) for size in shared))
+        draft.num_devices = max(1, draft.num_devices // megatron.devices_per_row(draft))
     hf.set_batch(draft, "per_device_train_batch_size", default_micro=8)
     stage, loss = draft.get("stage", "sft"), draft.get("pref_loss", "sigmoid")
     if stage not in _METHODS:
@@ -140,9 +138,21 @@ def finish(draft: Draft) -> None:
             draft.differ("train_on_prompt", False, f"{what}counts it where it truncates turns; the recipe does not")
     if draft.get("packing") is True and not draft.get("neat_packing"):
         hf.suspect_packing(draft, "packing", "neat_packing")
+    if megatron.is_of_llama_factory(draft):
+        megatron.settle_layout(draft)
+        _note_megatron(draft)
     if draft.get("finetuning_type") == "full" and draft.get("quantization_bit"):
         words = "quantization_bit with finetuning_type full: quantized weights cannot be trained"
         draft.suspect("quantization_bit", words)
+
+
+def _note_megatron(draft: Draft) -> None:
+    """Note what LLaMA-Factory's trainer of Megatron does otherwise."""
+    if draft.method == "sft" and draft.get("calculate_per_token_loss") is None:
+        draft.differ("calculate_per_token_loss", False, megatron.MICRO_BATCHES)
+    if "train.max_steps" not in draft.values:
+        words = "Megatron leaves out rows that do not fill the last batch of an epoch; tunekit trains on them"
+        draft.differ("num_train_epochs", draft.values.get("train.num_epochs"), words)
 
 
 def _sources(draft: Draft, key: str) -> Iterator[dict[str, Any]]:
@@ -366,6 +376,13 @@ def oft(draft: Draft, entry: Entry) -> Fate:
     if entry.key == "oft_rank":
         raise UnfitError("a number of blocks is unsupported: set adapter.oft_block_size")
     return draft.carry(entry, "adapter.oft_block_size", whole(entry.value))
+
+
+def fp8(draft: Draft, entry: Entry) -> Fate:
+    """Linear layers in 8-bit floating point: a switch, or a format of Megatron's."""
+    if str(entry.value) in ("e4m3", "hybrid"):
+        return megatron.fp8(draft, entry)
+    return draft.carry(entry, "train.fp8", True) if truth(entry.value) else Fate("silent", "is off")
 
 
 def pissa(draft: Draft, entry: Entry) -> Fate:

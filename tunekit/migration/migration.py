@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from tunekit.errors import RecipeError
 from tunekit.estimates.models.model_config import known_models, num_experts_of, text_config
-from tunekit.migration import axolotl, images, llamafactory, llamafactory_v1, swift, torchtune, training, trl
+from tunekit.migration import axolotl, images, llamafactory, llamafactory_v1, megatron, swift, torchtune, training, trl
 from tunekit.migration.draft import Draft, apply, data_file
 from tunekit.migration.original import NoConfigurationError, Original, read_original
 from tunekit.migration.report import TOOLS, Fate, Line, Migration, Suspicion
@@ -43,7 +43,10 @@ _MODULES: dict[str, Tool] = {
     "trl": trl,
     "torchtune": torchtune,
     "ms-swift": swift,
+    "ms-swift-megatron": megatron,
+    "llama-factory-v1": llamafactory_v1,
 }
+"""Modules by their tables; a tool has several where its keys are of several kinds."""
 
 
 def migrate(
@@ -71,13 +74,12 @@ def migrate(
     first = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
     original = read_original(path, words[first:])
     if words and original.task is None and not words[0].startswith("-"):
-        original.task = words[1] if words[0] in ("trl", "swift", "tune") and len(words) > 1 else words[0]
+        original.task = words[1] if words[0] in ("trl", "swift", "megatron", "tune") and len(words) > 1 else words[0]
     name = tool or original.tool or _recognised(original)
     draft = Draft(original, TOOLS[name], num_devices)
-    is_v1 = name == "llama-factory" and original.get("train_dataset") is not None
-    module = llamafactory_v1 if is_v1 else _MODULES[name]
+    table = _table(draft, name)
+    module = _MODULES[table]
     module.prepare(draft)
-    table = "llama-factory-v1" if is_v1 else name
     apply(draft, trl.rules(draft) if name == "trl" else tool_rules(table))
     images.refuse_audio(draft)
     images.refuse_images(draft)
@@ -102,12 +104,20 @@ def migrate(
     )
 
 
+def _table(draft: Draft, tool: str) -> str:
+    """Return the table of a configuration's keys."""
+    if tool == "llama-factory" and draft.get("train_dataset") is not None:
+        return "llama-factory-v1"
+    return "ms-swift-megatron" if tool == "ms-swift" and megatron.is_of_swift(draft) else tool
+
+
 def _recognised(original: Original) -> str:
     """The tool whose keys a configuration has: the one with the most marks."""
     if any(entry.key.endswith("_component_") for entry in original.entries):
         return "torchtune"
     names = set(original.values)
     marks = {name: len(names & {*data_file(name)["marks"].split()}) for name in TOOLS}
+    marks["ms-swift"] += len(names & {*data_file("ms-swift-megatron")["marks"].split()})
     most = max(marks.values())
     best = [name for name, count in marks.items() if count == most]
     if most < 2:

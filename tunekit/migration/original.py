@@ -18,16 +18,22 @@ from tunekit.recipe.reading import parse
 
 _HINT = "pass a configuration of Axolotl, LLaMA-Factory, TRL, torchtune or ms-swift"
 _COMMANDS = re.compile(
-    r"(?:^|[/\s])(?:(swift)\s+(sft|rlhf|pt)|(trl)\s+(sft|dpo|kto|orpo|grpo|rloo|reward|distillation)"
+    r"(?:^|[/\s])(?:(swift|megatron)\s+(sft|rlhf|pt)|(trl)\s+(sft|dpo|kto|orpo|grpo|rloo|reward|distillation)"
     r"|(llamafactory-cli)\s+(train)|(trl|examples)/(?:scripts|experimental/\w+)/(\w+)\.py[\"']?"
-    r"|(swift)[/.]cli[/.](sft|rlhf|pt)(?:\.py)?)(?=\s|$)"
+    r"|(swift[/.]cli(?:[/.]_megatron)?)[/.](sft|rlhf|pt)(?:\.py)?)(?=\s|$)"
 )
 """Commands whose arguments are a configuration: the tool's, and what it is to do."""
 
 _ENDS = ("|", "||", "&", "&&", ";", ">", ">>", "2>&1")
 """Words of a shell that end the arguments of a command."""
 
-_TOOLS = {"swift": "ms-swift", "trl": "trl", "llamafactory-cli": "llama-factory", "examples": "trl"}
+_TOOLS = {
+    "swift": "ms-swift",
+    "megatron": "ms-swift",
+    "trl": "trl",
+    "llamafactory-cli": "llama-factory",
+    "examples": "trl",
+}
 
 _SCRIPTS = {"sft_vlm": "sft", "dpo_vlm": "dpo", "reward_modeling": "reward"}
 """Scripts of TRL by the command whose arguments they take, where it has another name."""
@@ -73,6 +79,8 @@ class Original:
     """The tool, where the file says it: a shell script calls it by name."""
     task: str | None = None
     """Task of the tool's command, such as `sft`; None where the file does not name it."""
+    program: str | None = None
+    """The program of that command, where a tool has several: `swift` or `megatron`."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that a shell script sets."""
     variable_lines: Mapping[str, int] = field(default_factory=dict)
@@ -134,6 +142,7 @@ def _of_named(script: Original, named: str) -> Original:
         original,
         tool=script.tool,
         task=script.task,
+        program=script.program,
         environment=script.environment,
         variable_lines=dict.fromkeys(script.variable_lines, 0),
     )
@@ -208,7 +217,7 @@ def _is_script(path: Path, text: str) -> bool:
 class _Command:
     """A command of a known tool in a script."""
 
-    tool: str
+    program: str
     task: str
     line: int
     arguments: str
@@ -239,7 +248,9 @@ def _find_command(text: str) -> _Command | None:
             variables[found[1]] = _filled(found[2].strip("\"'"), variables)
             lines[found[1]] = start + before[: found.start(1)].count("\n")
         if match is not None:
-            tool, task = next((match[i], match[i + 1]) for i in (1, 3, 5, 7, 9) if match[i])
+            program, task = next((match[i], match[i + 1]) for i in (1, 3, 5, 7, 9) if match[i])
+            if match[9]:
+                program = "megatron" if "_megatron" in program else "swift"
             line_of_command = start + joined[: match.end()].count("\n")
             processes = _PROCESSES.search(_filled(before, variables)) if match[7] or match[9] else None
             arguments = joined[match.end() :]
@@ -249,7 +260,7 @@ def _find_command(text: str) -> _Command | None:
                 lines["NPROC_PER_NODE"] = start + before[: processes.start()].count("\n")
             elif processes is not None:
                 arguments = f" --num_processes {processes[1]}{arguments}"
-            return _Command(_TOOLS[tool], _SCRIPTS.get(task, task), line_of_command, arguments, variables, lines)
+            return _Command(program, _SCRIPTS.get(task, task), line_of_command, arguments, variables, lines)
         joined = ""
     return None
 
@@ -267,7 +278,14 @@ def _of_command(shown: str, command: _Command) -> Original:
     entries = _arguments(takewhile(lambda word: word[0] not in _ENDS, words), shown)
     values = {entry.key: entry.value for entry in entries}
     return Original(
-        shown, values, entries, command.tool, command.task, command.variables, variable_lines=command.variable_lines
+        shown,
+        values,
+        entries,
+        _TOOLS[command.program],
+        command.task,
+        command.program,
+        command.variables,
+        command.variable_lines,
     )
 
 

@@ -36,6 +36,15 @@ _BATCH = 16
 
 def prepare(draft: Draft) -> None:
     """Lay in what several keys say together."""
+    read_environment(draft)
+    micro = draft.get("per_device_train_batch_size", 1)
+    times = math.ceil(_BATCH / (micro if isinstance(micro, int) and micro > 0 else 1) / (draft.num_devices or 1))
+    hf.set_batch(draft, "per_device_train_batch_size", default_accumulation=times)
+    prepare_training(draft, default_tuner="lora")
+
+
+def read_environment(draft: Draft) -> None:
+    """Take the variables of a script that ms-swift reads as keys, and the devices that it starts on."""
     variables = draft.original.environment
     rules = tool_rules("ms-swift")
     draft.original.entries += tuple(
@@ -47,9 +56,15 @@ def prepare(draft: Draft) -> None:
         of_node, nodes = variables.get("NPROC_PER_NODE", "1"), variables.get("NNODES", "1")
         if of_node.isdigit() and nodes.isdigit():
             draft.num_devices = int(of_node) * int(nodes)
-    micro = draft.get("per_device_train_batch_size", 1)
-    times = math.ceil(_BATCH / (micro if isinstance(micro, int) and micro > 0 else 1) / (draft.num_devices or 1))
-    hf.set_batch(draft, "per_device_train_batch_size", default_accumulation=times)
+
+
+def prepare_training(draft: Draft, *, default_tuner: str) -> None:
+    """Lay in method, adapter and rows.
+
+    Args:
+        draft: What is made.
+        default_tuner: The kind of training where the file says nothing.
+    """
     kind = draft.get("rlhf_type", "dpo" if draft.original.task == "rlhf" else None)
     if kind is not None and kind not in _METHODS:
         raise draft.no_method("rlhf_type", kind)
@@ -58,7 +73,7 @@ def prepare(draft: Draft) -> None:
         draft.put("method.loss_type", "simpo", "rlhf_type")
     if kind == "gkd":
         distillation.need_teacher(draft)
-    tuner = draft.get("tuner_type", draft.get("train_type", draft.get("sft_type", "lora")))
+    tuner = draft.get("tuner_type", draft.get("train_type", draft.get("sft_type", default_tuner)))
     is_by_bitsandbytes = draft.get("quant_method", "bnb") == "bnb"
     bits = draft.get("quant_bits", draft.get("quantization_bit")) if is_by_bitsandbytes else None
     keys, kinds = ("tuner_type", "train_type", "sft_type"), {"full": "full", "llamapro": "full"}
@@ -162,6 +177,9 @@ def rpo(draft: Draft, entry: Entry) -> Fate:
 
 def loss_type(draft: Draft, entry: Entry) -> Fate:
     """The loss of a method, or of supervised fine-tuning, whose own names ms-swift has."""
+    if draft.method == "dpo" and isinstance(draft.values.get("method.loss_type"), list):
+        # A key before it adds the loss of supervised fine-tuning: `rpo`.
+        return carried("method.loss_type", draft.values["method.loss_type"])
     if draft.method in ("dpo", "kto", "cpo", "grpo"):
         return draft.carry(entry, "method.loss_type", entry.value)
     if draft.method == "sft" and entry.value in ("cross_entropy", "loss_scale"):
@@ -215,9 +233,16 @@ def _leave_out_lora(draft: Draft) -> None:
 
 def finish(draft: Draft) -> None:
     """Record ms-swift's defaults for what the file does not set, and what looks wrong."""
-    is_full = not draft.has_adapter
     if "train.max_steps" not in draft.values:
         draft.assume({"train.num_epochs": 3})
+    if draft.get("packing") and draft.method != "gkd" and "flash" not in str(draft.get("attn_impl", "")):
+        hf.suspect_packing(draft, "packing", "flash attention")
+    assume_defaults(draft)
+
+
+def assume_defaults(draft: Draft) -> None:
+    """Record the defaults that ms-swift has with Megatron too."""
+    is_full = not draft.has_adapter
     draft.assume(
         {
             "train.learning_rate": 1e-5 if is_full else 1e-4,
@@ -255,8 +280,6 @@ def finish(draft: Draft) -> None:
             "",
             "max_length is not set: ms-swift uses the model's limit; the recipe has tunekit's default data.max_length",
         )
-    if draft.get("packing") and draft.method != "gkd" and "flash" not in str(draft.get("attn_impl", "")):
-        hf.suspect_packing(draft, "packing", "flash attention")
     hf.suspect_beta(draft)
     if is_full and draft.get("quant_bits"):
         draft.suspect("quant_bits", "quant_bits with full fine-tuning: quantized weights cannot be trained")

@@ -121,8 +121,8 @@ class Table(_Part):
     """Keys by which a configuration of the tool is told from others."""
     prefixes: str = ""
     """Sections that hold the keys of datasets."""
-    inherits: str | None = None
-    """Another table, whose keys the tool has too, unless it has its own of a name."""
+    inherits: str = ""
+    """Other tables, whose keys the tool has too, unless it has its own of a name; later ones go before."""
     words: dict[str, dict[str, Any]] = {}
     """Names of the tool that functions look up, by kind."""
     fields: dict[str, str | Row] = {}
@@ -162,7 +162,10 @@ class Table(_Part):
 
     def rules(self) -> dict[str, Rule]:
         """Return the rule of each key."""
-        rules = ({} if self.inherits is None else dict(tool_rules(self.inherits))) | dict(self._rules())
+        rules: dict[str, Rule] = {}
+        for name in self.inherits.split():
+            rules |= tool_rules(name)
+        rules |= dict(self._rules())
         rules |= {key: _suspected(rules[key], words) for key, words in self.suspicious.items()}
         if self.adapter is not None:
             rules |= {key: _of_adapter(rule) for key, rule in self.adapter.rules().items()}
