@@ -21,7 +21,7 @@ def fields_of(table: Table) -> set[str]:
     return (named - {None}).union(*below)
 
 
-@pytest.mark.parametrize("name", ["trainer", *TOOLS])
+@pytest.mark.parametrize("name", ["trainer", "megatron", "ms-swift-megatron", "llama-factory-v1", *TOOLS])
 def test_every_field_that_a_table_names_is_one_of_a_recipe(name) -> None:
     table = tool_table(name)
     assert table.rules()

@@ -151,8 +151,9 @@ def _note_megatron(draft: Draft) -> None:
     if draft.method == "sft" and draft.get("calculate_per_token_loss") is None:
         draft.differ("calculate_per_token_loss", False, megatron.MICRO_BATCHES)
     if "train.max_steps" not in draft.values:
-        words = "Megatron leaves out rows that do not fill the last batch of an epoch; tunekit trains on them"
+        words = "Megatron skips rows that do not fill the last batch of an epoch; tunekit trains on them"
         draft.differ("num_train_epochs", draft.values.get("train.num_epochs"), words)
+    megatron.assume_router_loss(draft)
 
 
 def _sources(draft: Draft, key: str) -> Iterator[dict[str, Any]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tunekit.errors import RecipeError
-from tunekit.estimates.models.model_config import known_models
+from tunekit.estimates.models.model_config import known_models, num_experts_of, text_config
 from tunekit.migration import images, optimizers, swift
 from tunekit.migration.draft import Draft, UnfitError, carried, is_off, lower, names, number, reason, text, truth, whole
 from tunekit.migration.original import Entry
@@ -106,13 +106,13 @@ def finish(draft: Draft) -> None:
         draft.suspect("train_iters", "neither train_iters nor num_train_epochs: ms-swift does not start without one")
         draft.assume({"train.num_epochs": 1}, "the file sets no length")
     if "train.max_steps" not in draft.values:
-        words = "ms-swift leaves out rows that do not fill the last batch of a step; tunekit trains on them"
+        words = "ms-swift skips rows that do not fill the last batch of a step; tunekit trains on them"
         draft.differ("num_train_epochs", epochs, words)
     if draft.get("global_batch_size") is None:
         draft.assume({"train.global_batch_size": _GLOBAL_BATCH})
     if draft.has_adapter and _adapts_fused(draft):
         words = "Megatron adapts query, key and value together, with one LoRA A for the three, and so gate and up; "
-        draft.differ("target_modules", draft.get("target_modules", "all-linear"), f"{words}PEFT adapts each by itself")
+        draft.differ("target_modules", draft.get("target_modules", "all-linear"), f"{words}PEFT adapts each separately")
     swift.assume_defaults(draft)
     settle_layout(draft)
 
@@ -266,7 +266,7 @@ def settle_layout(draft: Draft) -> None:
     for key in sizes:
         obstacle = _obstacle(draft, key, sizes)
         if obstacle is not None:
-            draft.fates[key] = Fate("decided", f"{obstacle}: {reason('devices')}")
+            draft.fates[key] = Fate("decided", f"{obstacle}; {reason('devices')}")
             continue
         if key == _PIPELINE:
             draft.put("parallel.engine", "automodel", key)
@@ -333,9 +333,25 @@ def router_loss(draft: Draft, entry: Entry) -> Fate:
         return Fate("silent", "is off")
     if not METHODS[draft.method].spec.adds_router_loss:
         raise UnfitError(f"unsupported for {draft.method}")
-    fate = draft.carry(entry, "method.trainer_args.router_aux_loss_coef", coefficient)
-    words = "Megatron adds the loss of every layer, divided by the experts per token; transformers one of all layers"
-    return Fate("different", f"{fate.words}; {words}")
+    fate = draft.carry(entry, ROUTER_ARG, coefficient)
+    return Fate("different", f"{fate.words}; {_ROUTER_LOSS}")
+
+
+def assume_router_loss(draft: Draft) -> None:
+    """Record the coefficient of that loss that LLaMA-Factory's trainer takes from the model's configuration."""
+    facts = known_models().get(str(draft.values.get("model.path")))
+    config = {} if facts is None else text_config(facts.config)
+    if draft.get("moe_aux_loss_coeff") is not None or not num_experts_of(config):
+        return
+    coefficient = config.get("router_aux_loss_coef")
+    if coefficient is not None and METHODS[draft.method].spec.adds_router_loss:
+        draft.assume({ROUTER_ARG: coefficient}, "Megatron takes it from the model's configuration")
+    words = f"the default is the model's router_aux_loss_coef; {_ROUTER_LOSS}"
+    draft.differ("moe_aux_loss_coeff", coefficient, words)
+
+
+ROUTER_ARG = "method.trainer_args.router_aux_loss_coef"
+_ROUTER_LOSS = "Megatron adds the loss of every layer, divided by the experts per token; transformers one of all layers"
 
 
 def balancing(draft: Draft, entry: Entry) -> Fate:

@@ -75,6 +75,8 @@ def migrate(
     original = read_original(path, words[first:])
     if words and original.task is None and not words[0].startswith("-"):
         original.task = words[1] if words[0] in ("trl", "swift", "megatron", "tune") and len(words) > 1 else words[0]
+    if words and words[0] == "megatron":
+        original.program = words[0]
     name = tool or original.tool or _recognised(original)
     draft = Draft(original, TOOLS[name], num_devices)
     table = _table(draft, name)
@@ -151,7 +153,6 @@ _WITHOUT_ROUTER_LOSS = ("Axolotl", "LLaMA-Factory", "ms-swift")
 """Tools that balance the load of experts only where they are told to."""
 
 _BALANCED = ("model_config.output_router_logits", "overrides_of_model_config.output_router_logits")
-_ROUTER_ARG = "method.trainer_args.router_aux_loss_coef"
 
 
 def _settle_router_loss(draft: Draft) -> None:
@@ -160,8 +161,10 @@ def _settle_router_loss(draft: Draft) -> None:
     method = METHODS[draft.values.get("method.type", "sft")]
     if draft.tool not in _WITHOUT_ROUTER_LOSS or facts is None or not method.spec.adds_router_loss:
         return
+    if draft.tool == "LLaMA-Factory" and megatron.is_of_llama_factory(draft):
+        return  # `megatron.assume_router_loss` has it
     if num_experts_of(text_config(facts.config)) and not any(draft.get(key) is True for key in _BALANCED):
-        draft.assume({_ROUTER_ARG: 0.0}, f"{draft.tool} adds no router loss by default")
+        draft.assume({megatron.ROUTER_ARG: 0.0}, f"{draft.tool} adds no router loss by default")
 
 
 def _checked(draft: Draft) -> Recipe:
