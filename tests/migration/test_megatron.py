@@ -116,7 +116,7 @@ def test_epochs_go_before_steps_unless_rows_are_streamed() -> None:
     assert (report.recipe.train.num_epochs, report.recipe.train.max_steps) == (None, 100)
     assert fates(report)["max_epochs"][0] == "different"
     (line,) = of_swift(num_train_epochs=2).unsaid
-    assert "skips rows that do not fill the last batch" in line.words
+    assert "skips the last rows" in line.words
 
 
 def test_megatron_weights_are_those_of_the_model_that_they_were_made_of() -> None:
@@ -231,6 +231,24 @@ def test_packs_are_counted_in_a_step_of_preferences() -> None:
     report = of_swift("megatron", "rlhf", rlhf_type="kto", packing=True)
     assert "32 packs of rows" in fates(report)["packing"][1]
     assert of_swift(packing=True).recipe.data.packing is True
+
+
+@pytest.mark.parametrize("kind", ["dpo", "kto", "rm"])
+def test_dropout_that_megatron_keeps_is_said_to_be_off(kind) -> None:
+    more = {"rlhf_type": kind, **LORA, "target_modules": "linear_proj"}
+    report = of_swift("megatron", "rlhf", **more)
+    assert report.recipe.adapter.dropout == 0
+    assert "lora_dropout" in [line.key for line in report.unsaid]
+    assert fates(of_swift("megatron", "rlhf", **more, lora_dropout=0.1))["lora_dropout"][0] == "different"
+    distilled = {"rlhf_type": "gkd", "teacher_model": "Qwen/Qwen3-8B", "lmbda": 0, **LORA}
+    assert of_swift("megatron", "rlhf", **distilled).recipe.adapter.dropout == 0.05
+
+
+def test_special_tokens_are_read_from_a_file() -> None:
+    key = "new_special_tokens"
+    assert "no file 'tokens.txt'" in fates(of_swift(new_special_tokens="tokens.txt"))[key][1]
+    Path("tokens.txt").write_text("<a>\n<b> <c>\n")
+    assert of_swift(new_special_tokens="tokens.txt").recipe.model.add_special_tokens == ["<a>", "<b>", "<c>"]
 
 
 def test_a_second_loss_of_dpo_stays_whatever_the_order_of_its_keys() -> None:

@@ -64,12 +64,13 @@ def assume_of_swift(draft: Draft) -> None:
     if draft.get("loss_scale") is None:
         draft.assume({"data.loss_on": "last"})
     draft.assume({"method.temperature": 0.9})
-    hf.leave_out_dropout(draft, Fate("silent", "ms-swift disables dropout in gkd"))
     _note_teacher_in_few_bits(draft, "quant_bits")
     if _completes(draft):
         draft.assume({"method.generation.temperature": 0.9, "method.max_completion_length": 512})
         _note_long_completions(draft, "max_completion_length", 512)
     is_megatron = draft.original.program == "megatron"
+    if not is_megatron:
+        hf.leave_out_dropout(draft, Fate("silent", "ms-swift disables dropout in gkd"))
     if not is_megatron and draft.values.get("train.global_batch_size") != draft.get("per_device_train_batch_size", 1):
         words = "ms-swift averages the loss over the tokens of each micro-batch, tunekit over those of the whole step"
         draft.differ("per_device_train_batch_size", draft.get("per_device_train_batch_size", 1), words)

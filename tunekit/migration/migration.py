@@ -11,7 +11,18 @@ from typing import Any, Protocol
 
 from tunekit.errors import RecipeError
 from tunekit.estimates.models.model_config import known_models, num_experts_of, text_config
-from tunekit.migration import axolotl, images, llamafactory, llamafactory_v1, megatron, swift, torchtune, training, trl
+from tunekit.migration import (
+    axolotl,
+    images,
+    llamafactory,
+    llamafactory_v1,
+    megatron,
+    swift,
+    swift_megatron,
+    torchtune,
+    training,
+    trl,
+)
 from tunekit.migration.draft import Draft, apply, data_file
 from tunekit.migration.original import NoConfigurationError, Original, read_original
 from tunekit.migration.report import TOOLS, Fate, Line, Migration, Suspicion
@@ -43,7 +54,7 @@ _MODULES: dict[str, Tool] = {
     "trl": trl,
     "torchtune": torchtune,
     "ms-swift": swift,
-    "ms-swift-megatron": megatron,
+    "ms-swift-megatron": swift_megatron,
     "llama-factory-v1": llamafactory_v1,
 }
 """Modules by their tables; a tool has several where its keys are of several kinds."""
@@ -110,7 +121,7 @@ def _table(draft: Draft, tool: str) -> str:
     """Return the table of a configuration's keys."""
     if tool == "llama-factory" and draft.get("train_dataset") is not None:
         return "llama-factory-v1"
-    return "ms-swift-megatron" if tool == "ms-swift" and megatron.is_of_swift(draft) else tool
+    return "ms-swift-megatron" if tool == "ms-swift" and swift_megatron.is_megatron(draft) else tool
 
 
 def _recognised(original: Original) -> str:

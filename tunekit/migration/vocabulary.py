@@ -2,7 +2,9 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 from tunekit.estimates.models.model_config import known_models, text_config
@@ -51,9 +53,12 @@ def tokens(draft: Draft, entry: Entry) -> Fate:
 
 def special_tokens(draft: Draft, entry: Entry) -> Fate:
     """Special tokens to add: listed, or in a text with commas; ms-swift's may be in a file, a token a line."""
-    if isinstance(entry.value, str) and entry.value.endswith(".txt"):
-        raise UnfitError("tokens in a file: list them in model.add_special_tokens")
-    return _added(draft, entry, "model.add_special_tokens")
+    listed = []
+    for token in names(entry.value):
+        if token.endswith(".txt") and not Path(token).is_file():
+            raise UnfitError(f"no file '{token}': list its tokens in model.add_special_tokens")
+        listed += Path(token).read_text(encoding="utf-8").split() if token.endswith(".txt") else [token]
+    return _added(draft, replace(entry, value=listed), "model.add_special_tokens")
 
 
 def role(draft: Draft, entry: Entry) -> Fate:
