@@ -292,6 +292,13 @@ def test_llama_factory_averages_micro_batches_with_megatron_alone() -> None:
     assert "calculate_per_token_loss" in [line.key for line in migrate("run.sh").unsaid]
 
 
+def test_llama_factory_trains_by_megatrons_adam_whatever_optim_says() -> None:
+    eight_bits = {"optim": "adamw_8bit"}
+    assert of_llama_factory(**eight_bits).recipe.train.optim == "adamw_8bit"
+    report = of_llama_factory(tensor_model_parallel_size=2, **eight_bits)
+    assert (report.recipe.train.optim, fates(report)["optim"][0]) == (None, "silent")
+
+
 def test_the_router_loss_of_llama_factory_with_megatron_is_the_models() -> None:
     mixtral = {"model_name_or_path": "mistralai/Mixtral-8x7B-v0.1"}
     report = of_llama_factory(expert_model_parallel_size=2, **mixtral)

@@ -154,6 +154,9 @@ def _note_megatron(draft: Draft) -> None:
         words = "Megatron skips rows that do not fill the last batch of an epoch; tunekit trains on them"
         draft.differ("num_train_epochs", draft.values.get("train.num_epochs"), words)
     megatron.assume_router_loss(draft)
+    if draft.origins.get("train.optim") == ["optim"]:
+        draft.values.pop("train.optim", None)
+        draft.fates["optim"] = Fate("silent", "Megatron reads optimizer instead, AdamW by default")
 
 
 def _sources(draft: Draft, key: str) -> Iterator[dict[str, Any]]:
