@@ -566,6 +566,10 @@ def make_run(
         prepared.save(run.path / "data")
         save_sample_prompts(recipe, data, run.path)
         write_code(run)
+        if final.layout.engine == "automodel":
+            from tunekit.training.engines.automodel import write_configuration
+
+            write_configuration(final, run.path.resolve(), model.model_type)
     fingerprints.record(run)
     record_versions(run)
     (run.path / "log.txt").write_text(words.getvalue(), encoding="utf-8")

@@ -232,7 +232,7 @@ def _of_listings(section: DataSection) -> Iterator[Fingerprint]:
 MADE_WITH = "made_with.json"
 """File of a run folder that says it."""
 
-LIBRARIES = ("tunekit", "torch", "transformers", "trl", "accelerate", "peft", "deepspeed")
+LIBRARIES = ("tunekit", "torch", "transformers", "trl", "accelerate", "peft", "deepspeed", "nemo-automodel")
 """Libraries that train and write checkpoints."""
 
 TEXTS = ("recipe.yaml", "plan.yaml")

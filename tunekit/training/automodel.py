@@ -231,11 +231,11 @@ class Hooks:
             config.save_pretrained(draft)
         torch.distributed.barrier()
 
-    def losses_of_rows(self, rows: Iterable[list[int]], pad_token_id: int) -> list[float]:
+    def losses_of_rows(self, rows: Iterable[list[int]]) -> list[float]:
         """Return the mean loss of each row by the trained model, over all of its tokens."""
         collate = importlib.import_module("nemo_automodel.components.datasets.utils").default_collater
         size = self._recipe.cfg.get("step_scheduler.local_batch_size")
-        return [self.loss_of([collate([shifted(ids, ids, pad_token_id)] * size)]) for ids in rows]
+        return [self.loss_of([collate([shifted(ids, ids)] * size)]) for ids in rows]
 
 
 def _consolidation(mode: str) -> Any:
@@ -270,13 +270,12 @@ def rates_of(plan: Plan, schedule: Schedule) -> Callable[[int], float]:
     return lambda step: plan.learning_rate * factor(step)
 
 
-def recipe_of(watch: Watch, wishes: Wishes, pad_token_id: int) -> Any:
+def recipe_of(watch: Watch, wishes: Wishes) -> Any:
     """Build Automodel's recipe for a run: model, optimizer, rows, and the states of a checkpoint.
 
     Args:
         watch: Watch of the run.
         wishes: Stop requests.
-        pad_token_id: Token of padding.
 
     Raises:
         RunError: The plan has no schedule, or Automodel runs something else.
@@ -288,11 +287,13 @@ def recipe_of(watch: Watch, wishes: Wishes, pad_token_id: int) -> Any:
     with automodel_patches.importable():
         base = importlib.import_module("nemo_automodel.recipes.llm.train_ft").TrainFinetuneRecipeForNextTokenPrediction
         to_node = importlib.import_module("nemo_automodel.components.config.loader").ConfigNode
+    config = load.read_config(plan.base)
     if plan.device.kind == "cpu":
-        automodel_patches.run_on_cpu(load.read_config(plan.base).architectures or [])
+        automodel_patches.run_on_cpu(config.architectures or [])
     start = start_of(run, record.place)
     start.tell(record)
-    sections = automodel.configuration(plan, run.path.resolve(), pad_token_id, first_step=start.newest.step)
+    write = automodel.write_configuration if record.place.is_main else automodel.configuration
+    sections = write(plan, run.path.resolve(), config.model_type, first_step=start.newest.step)
     recipe: Any = type("Recipe", (Hooks, base), {})(to_node(sections))
     recipe.watch, recipe.start, recipe.schedule = watch, start, schedule
     recipe.loop = Loop(TrainerState(global_step=start.newest.step, max_steps=schedule.num_steps))
@@ -323,9 +324,8 @@ def load_train_save(watch: Watch, wishes: Wishes) -> bool:
     watch.enter("loading")
     check_run_code(run)
     tokenizer = load.load_tokenizer(plan.recipe.model)
-    pad_token_id = tokenizer.pad_token_id or 0
     with collected_seldom():
-        recipe = recipe_of(watch, wishes, pad_token_id)
+        recipe = recipe_of(watch, wishes)
     newest, schedule = recipe.start.newest, recipe.schedule
     record.enter("training")
     watch.timing.mark()
@@ -347,7 +347,7 @@ def load_train_save(watch: Watch, wishes: Wishes) -> bool:
         watch.on_result_saved()
         rows = recipe.dataloader.dataset.rows
         probes = rows[: min(NUM_ROWS, len(rows))]["input_ids"]
-        check_saved_losses(plan, record, draft, probes, recipe.losses_of_rows(probes, pad_token_id))
+        check_saved_losses(plan, record, draft, probes, recipe.losses_of_rows(probes))
         if place.is_main:
             _publish(watch, recipe.saver, tokenizer, draft, time.time() - began)
     record.update_status(phase="finished", exit_reason="trained to the end")

@@ -16,6 +16,9 @@ from tunekit.planner.plan import Plan
 from tunekit.runs.prepared_data import FILES
 from tunekit.runs.run import Run
 
+PADDING = 0
+"""Token of padding: any one, as nothing attends to it."""
+
 Place = int | None
 """Place of a row in its file; None for an empty one that fills a step."""
 
@@ -28,14 +31,12 @@ class TokenRows(Dataset[dict[str, Any]]):
     Args:
         run_folder: The run's folder.
         split: `train` or `eval`.
-        pad_token_id: Token of padding.
         first_step: Steps of a training whose rows are left out, as they were trained before.
     """
 
-    def __init__(self, run_folder: str, split: str, pad_token_id: int, first_step: int = 0) -> None:
+    def __init__(self, run_folder: str, split: str, first_step: int = 0) -> None:
         plan = Run(run_folder).plan
         self.rows = read_dataset(Path(run_folder) / "data" / FILES[split])
-        self.pad_token_id = pad_token_id
         self.batch_size = plan.micro_batch_size * plan.layout.num_batches
         if split == "train" or plan.layout.pp_size > 1:
             self.batch_size *= plan.gradient_accumulation_steps
@@ -75,21 +76,20 @@ class TokenRows(Dataset[dict[str, Any]]):
     def __getitem__(self, number: int) -> dict[str, Any]:
         place = self.places[number]
         if place is None:
-            return shifted([self.pad_token_id] * 2, [-100] * 2, self.pad_token_id)
+            return shifted([PADDING] * 2, [-100] * 2)
         row = self.rows[place]
-        return shifted(row["input_ids"], row["labels"], self.pad_token_id)
+        return shifted(row["input_ids"], row["labels"])
 
 
-def shifted(ids: list[int], labels: list[int], pad_token_id: int) -> dict[str, Any]:
+def shifted(ids: list[int], labels: list[int]) -> dict[str, Any]:
     """Return a row for Automodel's collator: each token with the label of the one that follows.
 
     Args:
         ids: Token ids; a row of one token gets a second one that is not trained on.
         labels: The same, -100 off the loss.
-        pad_token_id: Token of padding.
     """
     if len(ids) == 1:
-        ids, labels = [*ids, pad_token_id], [*labels, -100]
-    padding = {"input_ids": pad_token_id, "labels": -100, "attention_mask": 0}
+        ids, labels = [*ids, PADDING], [*labels, -100]
+    padding = {"input_ids": PADDING, "labels": -100, "attention_mask": 0}
     mask = [1] * (len(ids) - 1)
     return {"input_ids": ids[:-1], "labels": labels[1:], "attention_mask": mask, "___PAD_TOKEN_IDS___": padding}

@@ -8,8 +8,12 @@ tunekit's. Names are those of Automodel 0.7.0 (`nemo_automodel.recipes.llm.train
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from tunekit.errors import RunError
+from tunekit.planner.decisions.automodel import EXPERT_FAMILIES
 from tunekit.planner.plan import Plan
+from tunekit.runs.small_files import write_whole
 
 ROWS = "tunekit.training.automodel_rows.TokenRows"
 """Import path of the rows that Automodel takes."""
@@ -27,20 +31,32 @@ EXPERT_BACKEND = {
 """Kernels of Automodel's own classes of mixtures of experts: torch's, so that no package decides what is computed."""
 
 
-def configuration(plan: Plan, run_folder: Path, pad_token_id: int, *, first_step: int = 0) -> dict[str, Any]:
+FOLDER = "automodel"
+"""Folder of a run that Automodel's configuration and its own logs are in."""
+
+
+def write_configuration(plan: Plan, run_folder: Path, model_type: str, *, first_step: int = 0) -> dict[str, Any]:
+    """Write `automodel/config.yaml` in the folder of a run, and return what it says."""
+    sections = configuration(plan, run_folder, model_type, first_step=first_step)
+    (run_folder / FOLDER).mkdir(exist_ok=True)
+    write_whole(run_folder / FOLDER / "config.yaml", yaml.safe_dump(sections, sort_keys=False))
+    return sections
+
+
+def configuration(plan: Plan, run_folder: Path, model_type: str, *, first_step: int = 0) -> dict[str, Any]:
     """Return the configuration of Automodel's recipe for a run, as plain data.
 
     Args:
         plan: The plan, with `layout.engine` automodel and a schedule.
         run_folder: The run's folder.
-        pad_token_id: Token of padding.
+        model_type: Type of the model by its configuration.
         first_step: Steps that were taken before.
     """
     layout, train, schedule = plan.layout, plan.recipe.train, plan.schedule
     assert schedule is not None
     per_step = plan.micro_batch_size * plan.gradient_accumulation_steps
     local = per_step if layout.pp_size > 1 else plan.micro_batch_size
-    rows = {"_target_": ROWS, "run_folder": str(run_folder), "pad_token_id": pad_token_id, "tokenizer": None}
+    rows = {"_target_": ROWS, "run_folder": str(run_folder), "tokenizer": None}
     loader = {
         "_target_": "torchdata.stateful_dataloader.StatefulDataLoader",
         "shuffle": False,
@@ -61,8 +77,8 @@ def configuration(plan: Plan, run_folder: Path, pad_token_id: int, *, first_step
             "preemption_signal": None,
         },
         "dist_env": {"timeout_minutes": max(1, plan.exchange_timeout_seconds // 60)},
-        "model": _model(plan),
-        "distributed": _distributed(plan),
+        "model": _model(plan, model_type),
+        "distributed": _distributed(plan, model_type),
         "loss_fn": {"_target_": "nemo_automodel.components.loss.masked_ce.MaskedCrossEntropy"},
         "optimizer": {
             "_target_": "torch.optim.AdamW",
@@ -76,7 +92,7 @@ def configuration(plan: Plan, run_folder: Path, pad_token_id: int, *, first_step
         "dataloader": loader,
         "checkpoint": {
             "enabled": True,
-            "checkpoint_dir": str(run_folder / "automodel"),
+            "checkpoint_dir": str(run_folder / FOLDER),
             "model_save_format": "safetensors",
             "save_consolidated": "final",
         },
@@ -87,8 +103,8 @@ def configuration(plan: Plan, run_folder: Path, pad_token_id: int, *, first_step
     return sections
 
 
-def _model(plan: Plan) -> dict[str, Any]:
-    """Return the section of the model: Transformers' class, or Automodel's own where experts are divided."""
+def _model(plan: Plan, model_type: str) -> dict[str, Any]:
+    """Return the section of the model: Transformers' class, or Automodel's own of a family whose experts it divides."""
     section: dict[str, Any] = {
         "_target_": "nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained",
         "pretrained_model_name_or_path": plan.base.path,
@@ -101,12 +117,12 @@ def _model(plan: Plan) -> dict[str, Any]:
     if plan.router_aux_loss_coef is not None:
         # Automodel's own classes add the gradient of that loss whatever else is set.
         section["router_aux_loss_coef"] = plan.router_aux_loss_coef
-    if plan.layout.ep_size > 1:
+    if model_type in EXPERT_FAMILIES:
         return section | {"backend": EXPERT_BACKEND}
     return section | {"force_hf": True}
 
 
-def _distributed(plan: Plan) -> dict[str, Any]:
+def _distributed(plan: Plan, model_type: str) -> dict[str, Any]:
     layout = plan.layout
     section: dict[str, Any] = {
         "strategy": "fsdp2",
@@ -125,7 +141,14 @@ def _distributed(plan: Plan) -> dict[str, Any]:
         },
     }
     if layout.pp_size > 1:
-        section["pipeline"] = {"pp_schedule": "1f1b", "pp_microbatch_size": plan.micro_batch_size}
+        # Automodel's own classes run with some of the layers as they are; forward methods of others are replaced.
+        is_replaced = model_type not in EXPERT_FAMILIES
+        section["pipeline"] = {
+            "pp_schedule": "1f1b",
+            "pp_microbatch_size": plan.micro_batch_size,
+            "patch_inner_model": is_replaced,
+            "patch_causal_lm_model": is_replaced,
+        }
     return section
 
 
