@@ -41,6 +41,7 @@ from tunekit.recipe.sections.adapters import (
     LoraAdapter,
     PeftAdapter,
     QloraAdapter,
+    layer_of,
 )
 from tunekit.recipe.sections.data import Format, MediaKind
 from tunekit.recipe.sections.model import ModelSection
@@ -752,6 +753,34 @@ class ModelFacts(Facts):
     @cached_property
     def _divided(self) -> "dict[int, ModelFacts]":
         """Cache of `divided_by`."""
+        return {}
+
+    @cached_property
+    def layer_shapes(self) -> tuple[Counter[tuple[int, ...]], ...]:
+        """Number of tensors of each shape in each decoder layer, in the order in which tokens pass through them."""
+        layers: tuple[Counter[tuple[int, ...]], ...] = tuple(Counter() for _ in range(self.num_layers))
+        for name, shape in self.tensors.items():
+            number = None if self.is_tower(name) or _LAYER.match(name) is None else layer_of(name)
+            if number is not None:
+                # Layers behind the last one predict further tokens (DeepSeek V3).
+                layers[min(number, self.num_layers - 1)][shape] += 1
+        return layers
+
+    def of_layers(self, start: int, stop: int) -> "ModelFacts":
+        """The model with the layers from `start` to before `stop` alone, and all that is in no layer."""
+        if (start, stop) not in self._cut:
+            tensors = {
+                name: shape
+                for name, shape in self.tensors.items()
+                if _LAYER.match(name) is None or start <= (layer_of(name) or 0) < stop
+            }
+            changes = {"num_layers": stop - start, "layer_types": self.layer_types[start:stop]}
+            self._cut[start, stop] = self.model_copy(update={"tensors": tensors, **changes})
+        return self._cut[start, stop]
+
+    @cached_property
+    def _cut(self) -> "dict[tuple[int, int], ModelFacts]":
+        """Cache of `of_layers`."""
         return {}
 
     def _is_no_linear(self, name: str) -> bool:

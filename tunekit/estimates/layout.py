@@ -119,6 +119,8 @@ class Layout(Facts):
             words.append(f"hybrid shard of {self.num_shards}" if self.dp_replicate_size > 1 else "full shard")
             if not self.reshard_after_forward:
                 words.append("no reshard")
+            if self.engine != "accelerate" and self.sync_each_batch:
+                words.append("reduced per micro-batch")
         sizes = {
             "tensor parallel": self.tp_size,
             "expert parallel": self.ep_size,

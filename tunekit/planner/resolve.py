@@ -23,6 +23,7 @@ from tunekit.planner.decisions.checks import (
     choose_dtype,
     refusal,
 )
+from tunekit.planner.decisions.engines import automodel_words
 from tunekit.planner.decisions.vllm import check_server, split_for_server, why_no_vllm, why_no_vllm_in
 from tunekit.planner.plan import VARLEN, Plan, Reason, Rejected, gib
 from tunekit.recipe.methods import generates
@@ -139,7 +140,7 @@ def _planned(
         num_nodes=chosen.candidate.num_nodes,
         device=setting.device,
         dtype=dtype,
-        autocast=dtype != "float32" and not recipe.train.pure_bf16,
+        autocast=dtype != "float32" and not recipe.train.pure_bf16 and layout.engine == "accelerate",
         attn_implementation=attention,
         flash_attention=backends.flash_attention_of(hardware, model) if attention == VARLEN else "FA2",
         kernels=kernels,
@@ -169,7 +170,7 @@ def _planned(
         schedule=schedule,
         saving=saving,
         memory=fitting.memory,
-        unchecked=reasons.why_unchecked(model, recipe.num_positions),
+        unchecked=reasons.why_unchecked(model, recipe.num_positions, layout),
         memory_limit_bytes=setting.limit_bytes(chosen.candidate.devices_per_node),
         speed=speed,
         reasons=(
@@ -189,6 +190,7 @@ def _planned(
                 # With the most padding that there can be.
                 fitting.micro_batch_size * setting.passes.sequences_per_row * recipe.num_positions,
                 backends.why_trl_head(kernels, layout),
+                layout,
             ),
             *reasons.method_reasons(recipe, model.origin, fitting.memory.parts.get("reference", 0)),
             *reasons.generation_reasons(recipe, setting.vllm(layout), why_generated, speed),
@@ -377,9 +379,12 @@ def _choose(setting: Setting) -> _Chosen:
     much = f" ({gib(over)} over)" if over > 0 else f", and {setting.why_not(smallest, per_node)}"
     smaller = what_would_fit(setting)
     other = _other_engine(setting) if setting.hardware.num_accelerators > 1 else None
+    ours = automodel_words(setting)
     raise PlanError(
         f"does not fit on {_machine(setting)}: needs at least {gib(smallest.total_bytes)}, limit {gib(limit)}{much}",
-        hint="\n".join([smaller.words, *([] if other is None else other.words()), *tried]),
+        hint="\n".join(
+            [smaller.words, *([] if ours is None else [ours]), *([] if other is None else other.words()), *tried]
+        ),
         changes=smaller.changes,
         needed_bytes=smallest.total_bytes if over > 0 else None,
         limit_bytes=limit,

@@ -26,6 +26,7 @@ from tunekit.estimates.memory import states
 from tunekit.estimates.memory.activations import Head, Layers, head_of, is_traced, layers_of, products_of
 from tunekit.estimates.memory.pictures import PictureBytes, PictureLoad, counts, picture_bytes
 from tunekit.estimates.memory.sharding import fsdp2_kept, fsdp2_needs, units_of, zero_kept, zero_needs
+from tunekit.estimates.memory.stages import staged_needs
 from tunekit.estimates.memory.states import BYTES, PHASE_WORDS, Dtype, Kept, Need, Phase
 from tunekit.estimates.passes import SFT, Passes, method_needs, with_reference
 from tunekit.estimates.traces import Deviation, Deviations, Line, Lines, PhaseBytes, StepTrace, TraceRequest
@@ -122,6 +123,7 @@ def estimate(
     kernels: bool = False,
     pictures: PictureLoad | None = None,
     qat: QatSection | None = None,
+    num_micro_batches: int = 1,
 ) -> MemoryEstimate:
     """Memory of one training step on each device.
 
@@ -151,7 +153,27 @@ def estimate(
         kernels: Whether tunekit's kernels compute what they know, rather than torch's operations.
         pictures: Pictures of a micro-batch; None without, or where no more is known of the model's tower.
         qat: Rounding of linear layers, or None.
+        num_micro_batches: Micro-batches of a step that a device computes; counted where they pass through a pipeline,
+            or are accumulated by NeMo Automodel.
     """
+    if layout.engine == "automodel":
+        of_stage, its_needs = staged_needs(
+            model,
+            device=device,
+            dtype=dtype,
+            optim=optim,
+            trained_dtype=trained_dtype,
+            num_tokens=num_tokens,
+            num_micro_batches=num_micro_batches,
+            mask_length=mask_length,
+            sliding_mask_length=sliding_mask_length,
+            gradient_checkpointing=gradient_checkpointing,
+            layout=layout,
+            scores_length=scores_length,
+            foreach=optim in FOREACH and device == "cuda",
+        )
+        confidence = _confidence(model, adapter, layout, passes, qat, offloads=False)
+        return _peak_of(of_stage, its_needs, device, reserve_share, confidence)
     shard = model if layout.tp_size == 1 else model.divided_by(layout.tp_size)
     autocast = layout.autocasts
     products = products_of(
@@ -240,23 +262,30 @@ def estimate(
             model.tower, pictures, products, num_tokens, adapter, checkpointing=gradient_checkpointing
         )
         highest = _with_pictures(highest, bytes_of)
+    confidence = _confidence(model, adapter, layout, passes, qat, offloads=offloaded > 0)
+    peak = _peak_of(kept_state, highest, device, reserve_share, confidence)
+    return peak.model_copy(update={"offloaded_bytes": offloaded, "is_fused": products.fused})
+
+
+def _peak_of(
+    kept_state: Kept, needs: Mapping[Phase, Need], device: DeviceKind, reserve_share: float, confidence: Confidence
+) -> MemoryEstimate:
+    """Return the estimate of the phase that needs the most."""
     phases = {
         phase: need.total + (kept_state.loaded if phase == "load" else kept_state.total)
-        for phase, need in highest.items()
+        for phase, need in needs.items()
     }
     phase = max(phases, key=phases.__getitem__)
     if phase == "load":
         kept_state = replace(kept_state, optimizer=0)
-    reserve = int(reserve_share * (phases[phase] - vllm_bytes))
+    reserve = int(reserve_share * (phases[phase] - kept_state.vllm))
     return MemoryEstimate(
-        parts=_parts(kept_state, highest[phase], CONTEXT_BYTES[device], reserve),
+        parts=_parts(kept_state, needs[phase], CONTEXT_BYTES[device], reserve),
         phase=phase,
         phases=phases,
         host_bytes=kept_state.host_bytes,
         nvme_bytes=kept_state.nvme_bytes,
-        offloaded_bytes=offloaded,
-        confidence=_confidence(model, adapter, layout, passes, qat, offloads=offloaded > 0),
-        is_fused=products.fused,
+        confidence=confidence,
     )
 
 
@@ -444,7 +473,7 @@ def _confidence(
     )
     if unknown or not (is_traced(model) or model.deviations is not None):
         return "outside the model"
-    if qat is not None:
+    if qat is not None or layout.engine != "accelerate":
         return "closed form"
     alone = (
         layout.tp_size == layout.ep_size == layout.cp_size == layout.sp_size == 1
@@ -653,7 +682,7 @@ def saving_of(
         checkpoint_bytes=size,
         result_bytes=result,
         run_bytes=num_kept * size + result + ROW_BYTES * (data.num_train_tokens or 0),
-        in_background=divides_files(layout) and fits,
+        in_background=layout.engine == "accelerate" and divides_files(layout) and fits,
         metric_for_best_model=metric,
         greater_is_better=greater,
     )
@@ -667,4 +696,4 @@ def divides_files(layout: Layout) -> bool:
 
 def copied_bytes(size: int, layout: Layout) -> int:
     """Host memory that each process takes for a copy of its part of a checkpoint of that size."""
-    return math.ceil(size / layout.num_shards)
+    return math.ceil(size / (layout.num_shards * layout.pp_size))

@@ -34,6 +34,7 @@ from tunekit.estimates.memory.states import (
 )
 from tunekit.estimates.passes import Passes, generation_bytes, passes_of
 from tunekit.estimates.throughput import step as steps
+from tunekit.estimates.throughput.stages import slowest_stage, staged_transfers
 from tunekit.estimates.throughput.step import Range, Step
 from tunekit.estimates.throughput.traffic import launched_passes, traffic_of
 from tunekit.recipe.schema import Recipe
@@ -418,10 +419,10 @@ def step_of(
         max_computed_tokens=batch * sequences * longest,
         num_micro_batches=max(1, batch // (micro_batch_size * layout.num_batches)),
         num_trained=trained,
-        optimizer_bytes=moved_bytes / (layout.num_shards * layout.tp_size),
+        optimizer_bytes=moved_bytes / (layout.num_shards * layout.tp_size * layout.pp_size),
         optimizer_flops=0 if cost is None else cost.flops,
         checkpoint_bytes=trained * kept_bytes,
-        transfers=steps.transfers_of(
+        transfers=(staged_transfers if layout.engine == "automodel" else steps.transfers_of)(
             model,
             recipe.adapter,
             dtype,
@@ -451,6 +452,7 @@ def step_of(
         traffic=traffic_of(model, recipe.adapter, dtype, trained_dtype, gradient_checkpointing=gradient_checkpointing),
         is_fused=is_fused,
         launched_passes=launched_passes(model, recipe.adapter, gradient_checkpointing=gradient_checkpointing),
+        slowest_stage=1.0 if layout.pp_size == 1 else slowest_stage(model, layout.pp_size, gradient_checkpointing),
     )
 
 

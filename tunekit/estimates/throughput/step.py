@@ -125,9 +125,14 @@ LINKS = {
 }
 
 
+def bubble(stages: int, micro_batches: int, parts: int = 1) -> float:
+    """Share of a step in which a stage waits for others: (P - 1) / (v M + P - 1) (arXiv 2104.04473, section 2.2)."""
+    return (stages - 1) / (parts * micro_batches + stages - 1)
+
+
 Link = Literal["devices", "host", "disk"]
 
-Hides = Literal["compute", "attention", "nothing", "generation"]
+Hides = Literal["compute", "attention", "neighbours", "nothing", "generation"]
 
 
 @dataclass(frozen=True)
@@ -138,8 +143,9 @@ class Transfer:
         what: What it is, in words.
         sent_bytes: Bytes that a device sends each time.
         link: `devices` for what goes to other devices, by whatever link there is.
-        hides_behind: What the device computes meanwhile; what attention hides depends on how it is done. What
-            generating answers sends is no part of a micro-batch.
+        hides_behind: What the device computes meanwhile; what attention hides depends on how it is done, and what
+            neighbours in a pipeline send each other on whether one of them waits for it. What generating answers sends
+            is no part of a micro-batch.
         per_step: Whether it happens once an optimizer step, at the end of the last micro-batch, not in every one.
         num_in_node: Devices that take part and are in one node; of a disk those that share it.
         num_devices: All that take part.
@@ -514,6 +520,7 @@ class Step:
         traffic: Bytes that go through memory in a micro-batch.
         is_fused: Whether kernels fuse what lies between products, or layers are compiled.
         launched_passes: Kernels that a micro-batch launches for a layer, in forward passes.
+        slowest_stage: Work of the stage of a pipeline that computes longest, over that of a mean one.
     """
 
     model_type: str
@@ -543,6 +550,17 @@ class Step:
     traffic: Traffic = field(default_factory=Traffic)
     is_fused: bool = True
     launched_passes: float = 3.0
+    slowest_stage: float = 1.0
+
+    @property
+    def num_slots(self) -> int:
+        """Micro-batches, and those for which a stage of a pipeline waits at the beginning and the end of a step."""
+        return self.num_micro_batches + self.layout.pp_size - 1
+
+    @property
+    def bubble(self) -> float:
+        """Share of a step in which a stage of a pipeline waits for others."""
+        return bubble(self.layout.pp_size, self.num_micro_batches)
 
     @property
     def num_devices(self) -> int:
@@ -567,7 +585,9 @@ class Step:
     def computing(self, rate: Range) -> Range:
         """Seconds in which a device computes one micro-batch, at `rate` operations a second."""
         share = self.flops_per_token / self.num_micro_batches / self.num_devices
-        launching = FORWARD_SECONDS.times(self.num_layers * (self.launched_passes + self.num_forwards))
+        share *= self.slowest_stage
+        launched = self.num_layers * (self.launched_passes + self.num_forwards)
+        launching = FORWARD_SECONDS.times(launched / self.layout.pp_size)
         products = Range(low=self.num_tokens * share / rate.high, high=self.max_computed_tokens * share / rate.low)
         return longest_of(products, launching)
 
@@ -645,7 +665,7 @@ def seconds_of(step: Step, rate: Range, figures: Figures) -> Range | None:
         low=max(0.0, behind.low - HIDDEN_BY_LAST_BACKWARD * computing.low),
         high=max(0.0, behind.high - HIDDEN_BY_LAST_BACKWARD * computing.high),
     )
-    micro_batches = micro_batch.plus(Range(low=0.0, high=on_top)).times(step.num_micro_batches)
+    micro_batches = micro_batch.plus(Range(low=0.0, high=on_top)).times(step.num_slots)
     return with_generation(step, micro_batches.plus(uncovered).plus(after).plus(update), generation)
 
 
@@ -716,7 +736,8 @@ def waiting(step: Step, figures: Figures) -> tuple[Range, Range]:
     hidden = longest_of(*(step.sending(figures, "compute", per_step=False, link=link) for link in links))
     nothing = step.sending(figures, "nothing", per_step=False)
     attention = step.sending(figures, "attention", per_step=False)
-    return hidden, Range(low=nothing.low, high=nothing.high + attention.high)
+    neighbours = step.sending(figures, "neighbours", per_step=False)
+    return hidden, Range(low=nothing.low, high=nothing.high + attention.high + neighbours.high)
 
 
 def communication_words(step: Step, rate: Range, figures: Figures) -> str | None:
@@ -726,8 +747,20 @@ def communication_words(step: Step, rate: Range, figures: Figures) -> str | None
     unknown = unknown_link(step, figures)
     if unknown is not None:
         return f"bandwidth {unknown} unknown, so the time spent waiting is unknown too"
-    words = (_hiding_words(step, rate, figures), _waiting_words(step, rate, figures), _once_words(step))
+    words = (
+        _bubble_words(step),
+        _hiding_words(step, rate, figures),
+        _waiting_words(step, rate, figures),
+        _once_words(step),
+    )
     return "; ".join(filter(None, words))
+
+
+def _bubble_words(step: Step) -> str | None:
+    """Describe the share of a step in which stages of a pipeline wait for their first and after their last work."""
+    if step.layout.pp_size == 1:
+        return None
+    return f"{step.bubble:.0%} bubble with {step.num_micro_batches} micro-batches in {step.layout.pp_size} stages"
 
 
 def _hiding_words(step: Step, rate: Range, figures: Figures) -> str | None:
@@ -740,7 +773,7 @@ def _hiding_words(step: Step, rate: Range, figures: Figures) -> str | None:
         return None
     hidden, _ = waiting(step, figures)
     tokens = step.tokens_of_micro_batch
-    a_token = step.flops_per_token / step.layout.devices_per_sequence
+    a_token = step.flops_per_token / (step.layout.devices_per_sequence * step.layout.pp_size)
     needed = Range(low=hidden.low * rate.low / a_token, high=hidden.high * rate.high / a_token)
     how = "hidden" if tokens >= needed.high else "not hidden" if tokens < needed.low else "possibly hidden"
     slowest = max(sent, key=lambda one: (one.seconds(figures) or hidden).high)

@@ -166,7 +166,12 @@ def choose_attention(
         PlanError: What is asked for does not run, or is not installed.
     """
     device, requested = hardware.device, recipe.model.attn_implementation
-    without_flash, _ = dense_attention(model)
+    without_flash, why_dense = dense_attention(model)
+    if recipe.parallel.engine == "automodel":
+        if requested not in ("auto", without_flash):
+            problem = f"model.attn_implementation: {requested} is untested with parallel.engine=automodel"
+            raise PlanError(problem, hint=f"use {without_flash}")
+        return without_flash, "set by the recipe" if requested != "auto" else why_dense
     has_flash, squeezes = _has_flash(device, dtype), _is_among("flex", model)
     if requested != "auto":
         why_not = _why_not_asked(recipe, hardware, model, dtype, without_flash)
@@ -223,6 +228,13 @@ def why_not_divided(model: ModelFacts) -> str | None:
     if _is_among("expert_parallel", model):
         return None
     return f"transformers has no plan to divide the experts of {model.model_type}"
+
+
+def why_not_divided_by_automodel(model: ModelFacts) -> str | None:
+    """Return why NeMo Automodel does not divide the experts of a model; None where it does."""
+    if _is_among("automodel_expert_parallel", model):
+        return None
+    return f"NeMo Automodel divides no experts of {model.model_type}"
 
 
 def why_no_varlen(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype: Dtype) -> str | None:
@@ -426,6 +438,8 @@ def why_not_compiled_in(layout: Layout) -> str | None:
     """Return why layers are not compiled in a layout; None where they are."""
     if layout.strategy.startswith("zero"):
         return "the gather and reduce hooks of DeepSpeed would break the compiled graph"
+    if layout.engine == "automodel":
+        return "untested with NeMo Automodel"
     if layout.is_divided_at_load or layout.cp_size > 1:
         return "untested with tensor, expert or context parallelism"
     return None
@@ -545,6 +559,8 @@ def why_no_qat_in(layout: Layout) -> str | None:
     """Return why a layout does not train quantization-aware; None where it does."""
     if layout.strategy.startswith("zero"):
         return "quantization-aware training is untested with DeepSpeed ZeRO"
+    if layout.engine == "automodel":
+        return "quantization-aware training is untested with NeMo Automodel"
     if layout.is_divided_at_load or layout.cp_size > 1 or layout.sp_size > 1:
         return "quantization-aware training is untested with tensor, expert, context or sequence parallelism"
     return None
@@ -554,6 +570,8 @@ def why_no_float8_in(layout: Layout) -> str | None:
     """Return why a layout does not train in float8; None where it does."""
     if layout.strategy.startswith("zero"):
         return "float8 is untested with DeepSpeed ZeRO"
+    if layout.engine == "automodel":
+        return "float8 is untested with NeMo Automodel"
     if layout.is_divided_at_load or layout.cp_size > 1:
         return "float8 is untested with tensor, expert or context parallelism"
     return None
@@ -600,6 +618,8 @@ def why_no_kernels(kernels: Kernels, layout: Layout) -> str | None:
     """Return why a layout takes no such kernels; None where it does."""
     if kernels == "torch":
         return None
+    if layout.engine == "automodel":
+        return "NeMo Automodel builds the model itself"
     if layout.tp_size > 1:
         return "tensor parallel weights are DTensors, which only torch's own operations support"
     if layout.ep_size > 1:

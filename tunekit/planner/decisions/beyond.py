@@ -19,7 +19,7 @@ from functools import partial
 from itertools import islice, product
 
 from tunekit.estimates.facts import Figures, Hardware, ModelFacts
-from tunekit.estimates.throughput.step import Range, Transfer
+from tunekit.estimates.throughput.step import Range, Transfer, bubble
 from tunekit.planner.decisions.candidates import MEMORY_SHARE
 
 LONG_SEQUENCE = 32768
@@ -272,11 +272,6 @@ def _sizes_of(model: ModelFacts) -> _Sizes:
     experts = sum(math.prod(shape) for name, shape in model.tensors.items() if ".experts." in name)
     others = model.num_params - experts - tables * table
     return _Sizes(table, tables, experts, others, model.num_active_params - (tables - 1) * table)
-
-
-def bubble(stages: int, micro_batches: int, parts: int = 1) -> float:
-    """Share of a step in which a stage waits for others: (P - 1) / (v M + P - 1) (arXiv 2104.04473, section 2.2)."""
-    return (stages - 1) / (parts * micro_batches + stages - 1)
 
 
 def _ways(

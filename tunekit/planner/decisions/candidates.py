@@ -21,8 +21,10 @@ from tunekit.estimates.facts import Device, Hardware, ModelFacts
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.memory import MemoryEstimate, estimate
 from tunekit.estimates.memory.pictures import PictureLoad
+from tunekit.estimates.memory.stages import layers_per_stage
 from tunekit.estimates.memory.states import Dtype, reference_of
 from tunekit.estimates.passes import Passes, passes_of
+from tunekit.estimates.throughput.step import bubble
 from tunekit.planner.decisions import backends
 from tunekit.planner.decisions.vllm import vllm_bytes, vllm_of
 from tunekit.planner.plan import VARLEN, VLLM, Kernels, Plan, Reason, gib
@@ -101,12 +103,14 @@ class Setting:
 
     def attention_in(self, layout: Layout) -> str:
         """Attention implementation in a layout: what is told where documents begin is not divided over devices."""
-        is_divided = max(layout.cp_size, layout.sp_size, layout.tp_size) > 1
+        is_divided = layout.engine != "accelerate" or max(layout.cp_size, layout.sp_size, layout.tp_size) > 1
         return backends.of_rows(self.attention, self.model, lie_apart=not is_divided)
 
     def passes_in(self, layout: Layout) -> Passes:
         """The same in a layout, which has a say in whose head scores tokens."""
         passes, kernels = self.passes, self.kernels_in(layout)
+        if layout.engine == "automodel":
+            return replace(passes, head="whole")
         return replace(passes, head=backends.head_kind(passes.head, self.recipe.method, kernels, layout))
 
     def kernels_in(self, layout: Layout) -> Kernels:
@@ -179,6 +183,7 @@ class Setting:
             kernels=self.device.kind == "cuda" and self.kernels_in(layout) == "tunekit",
             pictures=self._pictures(layout, size),
             qat=self.recipe.train.qat,
+            num_micro_batches=max(1, self.recipe.train.global_batch_size // (size * layout.num_batches)),
         )
 
     def _pictures(self, layout: Layout, size: int) -> PictureLoad | None:
@@ -257,13 +262,17 @@ def fit(setting: Setting, layout: Layout, num_nodes: int) -> Fit | None:
     requested, forced = recipe.train.micro_batch_size, recipe.train.gradient_checkpointing
     batch = recipe.train.global_batch_size // layout.num_batches
     devices_per_node = layout.num_processes // num_nodes
-    sizes = _sizes(setting, batch // layout.sp_size)
+    sizes = _sizes(setting, batch // layout.sp_size, layout.pp_size)
     row_tokens = setting.passes.sequences_per_row * recipe.num_positions
     enough = min(batch, math.ceil(ENOUGH_TOKENS * layout.devices_per_sequence / row_tokens))
     widens_mask = requested is None and backends.lies_in_one_row(recipe.data) and backends.needs_mask(setting.attention)
     if widens_mask:
         sizes = [size for size in sizes if size <= enough]
         enough = sizes[0]
+    if layout.pp_size > 1 and requested is None:
+        # More micro-batches leave stages waiting for less of a step.
+        enough = min((size for size in sizes if size >= enough), default=sizes[0])
+        sizes = [size for size in sizes if size <= enough]
     for checkpointing, offloading, tiled in _recomputations(setting, layout):
         for size in sizes:
             if not checkpointing and forced == "auto" and size < enough and requested is None:
@@ -274,7 +283,8 @@ def fit(setting: Setting, layout: Layout, num_nodes: int) -> Fit | None:
                 )
                 if not setting.fits(memory, devices_per_node):
                     continue
-                limit, busy = setting.limit_bytes(devices_per_node), widens_mask and size == sizes[0]
+                limit = setting.limit_bytes(devices_per_node)
+                busy = (widens_mask or layout.pp_size > 1) and size == sizes[0]
                 return Fit(
                     layout=variant,
                     micro_batch_size=size,
@@ -331,7 +341,7 @@ def least(setting: Setting, layout: Layout, num_nodes: int) -> MemoryEstimate:
     """The least that a layout needs with this recipe."""
     recipe = setting.recipe
     batch = recipe.train.global_batch_size // layout.num_batches
-    size = _sizes(setting, batch // layout.sp_size)[-1]
+    size = _sizes(setting, batch // layout.sp_size, layout.pp_size)[-1]
     variants = _variants(layout, accumulates=size < batch)
     kinds = _recomputations(setting, layout)
     estimates = [
@@ -342,17 +352,17 @@ def least(setting: Setting, layout: Layout, num_nodes: int) -> MemoryEstimate:
     return min(estimates, key=lambda memory: memory.total_bytes)
 
 
-def _sizes(setting: Setting, batch: int) -> list[int]:
-    """Sizes of a micro-batch to try on each device, the largest first."""
+def _sizes(setting: Setting, batch: int, pp_size: int) -> list[int]:
+    """Sizes of a micro-batch to try on each device, the largest first: of a pipeline those that give each stage one."""
     requested = setting.recipe.train.micro_batch_size
     if requested is not None:
         return [requested]
-    return divisors(batch)
+    return [size for size in divisors(batch) if size * pp_size <= batch]
 
 
 def _variants(layout: Layout, *, accumulates: bool) -> list[Layout]:
     """A layout as it is, and where gradients can be summed over the devices more often, so."""
-    if layout.strategy != "fsdp2" or not accumulates:
+    if layout.strategy != "fsdp2" or layout.engine != "accelerate" or not accumulates:
         return [layout]
     return [layout, layout.model_copy(update={"sync_each_batch": True})]
 
@@ -364,6 +374,10 @@ def _why_batch(setting: Setting, layout: Layout, size: int, batch: int, limit_by
         return "the whole batch fits at once"
     if size * layout.sp_size == batch:
         return f"one micro-batch from each of the {layout.sp_size} devices that split sequences"
+    if layout.pp_size > 1 and busy:
+        number = batch // size
+        words = f"{bubble(layout.pp_size, number):.0%} of a step is the pipeline's bubble with {number} micro-batches"
+        return f"enough to keep a stage busy: {words}, more with larger ones"
     if busy:
         return f"enough to keep the device busy; more would only widen the {setting.attention} mask"
     return f"the largest that fits in {gib(limit_bytes)}"
@@ -431,6 +445,9 @@ def spread(setting: Setting, per_sequence: int = 1) -> Spread | None:
 def candidates(setting: Setting) -> Iterator[Candidate]:
     """The layouts to try, the cheapest first, of those that the recipe allows."""
     requested, passes, used = setting.recipe.parallel, setting.passes, spread(setting)
+    if requested.engine == "automodel":
+        yield from (one for one in _automodel(setting) if _is_asked_for(requested, one.layout, divides_second=False))
+        return
     divides_second = passes.keeps_reference or passes.teacher is not None
     kinds = [_single(setting), _context_parallel(setting), _ulysses(setting), _tensor_parallel(setting)]
     if used:
@@ -534,6 +551,63 @@ def _expert_parallel(setting: Setting, used: Spread) -> Iterator[Candidate]:
             layout = Layout(strategy="fsdp2", dp_shard_size=used.num_devices, ep_size=size)
             why = f"each device keeps 1/{size} of the experts and receives their tokens; all else is sharded"
             yield Candidate(layout, used.num_nodes, why)
+
+
+def _automodel(setting: Setting) -> Iterator[Candidate]:
+    """NeMo Automodel's layouts: without a pipeline, then with as few stages as fit, and as few devices per expert.
+
+    Gradients are reduced once a step, and only where none of these fits in every micro-batch: a pipeline would gather
+    its weights as often. Without one weights are gathered in every micro-batch anyway.
+    """
+    grids = list(_automodel_grids(setting))
+    for syncs in (False, True):
+        for used, layout in grids:
+            is_piped, why = layout.pp_size > 1, _automodel_words(setting, layout)
+            layout = layout.model_copy(update={"sync_each_batch": syncs})
+            if is_piped or layout.dp_shard_size <= used.per_node:
+                kept = "from micro-batch to micro-batch" if is_piped and not syncs else "after the forward pass"
+                stays = layout.model_copy(update={"reshard_after_forward": False})
+                yield Candidate(stays, used.num_nodes, f"{why}; weights stay gathered {kept}")
+            if syncs or not is_piped:
+                yield Candidate(layout, used.num_nodes, why)
+
+
+def _automodel_grids(setting: Setting) -> Iterator[tuple[Spread, Layout]]:
+    """Yield the devices in use, and their division into stages and groups with different experts."""
+    requested = setting.recipe.parallel
+    num_devices = requested.num_processes or setting.hardware.num_accelerators
+    for pp_size in [requested.pp_size] if requested.pp_size else sorted(divisors(num_devices)):
+        used = spread(setting, pp_size)
+        if used is None or used.num_devices == 1 or pp_size > setting.model.num_layers:
+            continue
+        dp_size = used.num_devices // pp_size
+        for ep_size in _expert_sizes(setting, dp_size, used.per_node):
+            sizes = {"dp_shard_size": dp_size, "ep_size": ep_size, "pp_size": pp_size}
+            yield used, Layout.model_validate({"engine": "automodel", "strategy": "fsdp2", **sizes})
+
+
+def _expert_sizes(setting: Setting, dp_size: int, per_node: int) -> list[int]:
+    """Devices of a stage that have different experts: none, or as few as fit, within a node."""
+    requested, model = setting.recipe.parallel.ep_size, setting.model
+    sizes = [requested] if requested else sorted(divisors(per_node))
+    if not requested and (not model.expert_shapes or backends.why_not_divided_by_automodel(model) is not None):
+        sizes = [1]
+    return [size for size in sizes if dp_size % size == 0 and (size == 1 or model.num_experts % size == 0)]
+
+
+def _automodel_words(setting: Setting, layout: Layout) -> str:
+    """Return what the devices of a layout share."""
+    is_set = setting.recipe.parallel.pp_size is not None
+    over = "" if layout.dp_shard_size == 1 else f" sharded over {layout.dp_shard_size} devices"
+    why = f"weights, gradients and optimizer states{over}"
+    if layout.pp_size > 1:
+        numbers = sorted(set(layers_per_stage(setting.model.num_layers, layout.pp_size)))
+        layers = f"{' to '.join(map(str, numbers))} layer{'s' * (numbers[-1] > 1)}"
+        fewest = "set by the recipe" if is_set else "fewer stages would not fit"
+        why = f"{layout.pp_size} stages of {layers}, {f'each{over}' if over else 'one device each'}; {fewest}"
+    if layout.ep_size > 1:
+        why += f"; each device keeps 1/{layout.ep_size} of the experts, for the tokens of {layout.ep_size} devices"
+    return why
 
 
 def _context_parallel(setting: Setting) -> Iterator[Candidate]:

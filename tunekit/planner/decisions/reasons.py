@@ -125,7 +125,13 @@ def _bf16_words(train: TrainSection) -> str:
 
 
 def head_reason(
-    hardware: Hardware, model: ModelFacts, passes: Passes, dtype: Dtype, num_tokens: int, why_trl: str | None
+    hardware: Hardware,
+    model: ModelFacts,
+    passes: Passes,
+    dtype: Dtype,
+    num_tokens: int,
+    why_trl: str | None,
+    layout: Layout,
 ) -> Reason:
     """Return the reason for the head: what it stores of its logits.
 
@@ -136,11 +142,16 @@ def head_reason(
         dtype: Type of the products.
         num_tokens: Tokens of a micro-batch.
         why_trl: Why TRL's head stays where it is, as far as that is the layout's or the kernels'.
+        layout: The layout.
     """
     experts = "; experts by torch's grouped matmul" if model.num_experts else ""
     size = gib(BYTES[dtype] * passes.max_scored_share * num_tokens * model.vocab_size)
     full = f"full logits would take {size} per micro-batch"
     choice, why = "one score per token", "no logits over the vocabulary"
+    if layout.engine == "automodel":
+        where = ", in the last stage" if layout.pp_size > 1 else ""
+        why = f"NeMo Automodel's masked cross-entropy reads them in float32{where}"
+        return Reason(topic="head", choice=f"full logits, {size}", why=why)
     if passes.head in ("sums", "chunks"):
         rows = chunk_rows(int(passes.max_scored_share * num_tokens), model.vocab_size, BYTES[dtype])
         by = "with their gradients" if passes.head == "sums" else "with a gradient per token"
@@ -848,14 +859,15 @@ CHECKED_LENGTH = 8192
 """Tokens of the longest row of such a step."""
 
 
-def why_unchecked(model: ModelFacts, max_length: int) -> str | None:
+def why_unchecked(model: ModelFacts, max_length: int, layout: Layout) -> str | None:
     """Return what of a run lies outside of what was traced, with the range that was; None where nothing does.
 
     Args:
         model: The model.
         max_length: Tokens of the longest row.
+        layout: The layout.
     """
-    outside = []
+    outside = ["NeMo Automodel, by formulas alone"] if layout.engine == "automodel" else []
     if not is_traced(model) and model.deviations is None:
         outside.append(f"{model.model_type} (verified: {', '.join(sorted(model_types().traced))})")
     if model.num_params > CHECKED_PARAMS:
