@@ -213,12 +213,12 @@ def head_of_all(model: ModelFacts, num_tokens: int, dtype: Dtype) -> Head:
     """Return the bytes of the final norm, the head and the loss, without the logits of the compute type.
 
     The norm keeps its input in float32 and its product, the head what it reads. Logits are cast to float32 for the
-    loss, which keeps their log-softmax; behind it there are the gradient of the cast, and that of the logits.
+    loss, which keeps their log-softmax; behind it there are its gradient, and that of the cast logits. Those of the
+    compute type are there until then: the model's output, or that of the stage, holds them.
     """
     e, h = BYTES[dtype], model.hidden_size
     wide = 4 * model.vocab_size * num_tokens
-    copied = wide if e < 4 else 0
-    return Head((4 + 2 * e) * h * num_tokens + wide, copied, wide + copied * e // 4)
+    return Head((4 + 2 * e) * h * num_tokens + wide, wide if e < 4 else 0, 2 * wide)
 
 
 def _exchanged_bytes(model: ModelFacts, layout: Layout, num_tokens: int, dtype: Dtype) -> int:
