@@ -1,9 +1,8 @@
-"""Memory and speed of stages of a pipeline, and of divided experts, against torch's schedule and hand calculation."""
+"""Memory and speed of stages, and of divided experts, against 1F1B played through and what is worked out by hand."""
 
 from itertools import product
 
 import pytest
-from torch.distributed.pipelining.schedules import Schedule1F1B, _ComputationType
 
 from tests.estimates.published import LOGITS
 from tests.estimates.shapes import LLAMA_8B, llama_facts
@@ -57,22 +56,27 @@ def memory(model=TINY, *, micro_batches=4, tokens=TOKENS, recomputes=False, **si
 
 
 def order(pp_size: int, micro_batches: int) -> list[list[tuple[bool, int]]]:
-    """Forward and backward passes of each stage, in torch's own order: whether forward, and of which micro-batch."""
-    schedule = object.__new__(Schedule1F1B)
-    schedule.pp_group_size, schedule._n_microbatches = pp_size, micro_batches
-    schedule._num_stages = pp_size
-    actions = schedule._get_pipeline_order()
-    return [
-        [(one.computation_type == _ComputationType.FORWARD, one.microbatch_index) for one in actions[rank] if one]
-        for rank in range(pp_size)
-    ]
+    """Forward and backward passes of each stage by 1F1B: whether forward, and of which micro-batch.
+
+    As many forward passes as there are stages from this one on, then backward and forward in turn
+    (`Schedule1F1B._step_microbatches` of torch 2.13).
+    """
+    passes = []
+    for stage in range(pp_size):
+        ahead = min(micro_batches, pp_size - stage)
+        own = [(True, batch) for batch in range(ahead)]
+        for batch in range(micro_batches):
+            own.append((False, batch))
+            own += [(True, batch + ahead)] if batch + ahead < micro_batches else []
+        passes.append(own)
+    return passes
 
 
 SHAPES = [(2, 2), (2, 7), (4, 4), (4, 6), (4, 16), (8, 8), (8, 32)]
 
 
 @pytest.mark.parametrize(("pp_size", "micro_batches"), SHAPES)
-def test_as_many_micro_batches_are_in_flight_as_in_torchs_schedule(pp_size, micro_batches):
+def test_as_many_micro_batches_are_in_flight_as_by_1f1b(pp_size, micro_batches):
     for index, passes in enumerate(order(pp_size, micro_batches)):
         alive = most = 0
         for is_forward, _ in passes:
@@ -82,11 +86,11 @@ def test_as_many_micro_batches_are_in_flight_as_in_torchs_schedule(pp_size, micr
 
 
 @pytest.mark.parametrize(("pp_size", "micro_batches"), SHAPES)
-def test_the_bubble_is_what_stages_wait_in_torchs_schedule(pp_size, micro_batches):
+def test_the_bubble_is_what_stages_wait_by_1f1b(pp_size, micro_batches):
     """A forward pass takes 1, a backward pass 2, and each starts when what it needs is there."""
     orders, done, clocks = order(pp_size, micro_batches), {}, [0] * pp_size
     at = [0] * pp_size
-    while any(at[stage] < len(orders[stage]) for stage in range(pp_size)):
+    for _ in range(2 * pp_size * micro_batches):
         for stage in range(pp_size):
             if at[stage] == len(orders[stage]):
                 continue
@@ -99,6 +103,7 @@ def test_the_bubble_is_what_stages_wait_in_torchs_schedule(pp_size, micro_batche
                 start = max([clocks[stage], *(done[need] for need in needs)])
                 clocks[stage] = done[is_forward, batch, stage] = start + (1 if is_forward else 2)
                 at[stage] += 1
+    assert at == [2 * micro_batches] * pp_size
     assert 1 - 3 * micro_batches / max(clocks) == pytest.approx(bubble(pp_size, micro_batches))
 
 
@@ -115,7 +120,7 @@ def test_embedding_and_head_are_at_the_ends():
     assert last.all == Unit((2 * LAYER + TABLE + 64) // 2, 2 * LAYER + TABLE + 64)
 
 
-@pytest.mark.parametrize(("pp_size", "ep_size"), product([1, 2], [1, 2, 4]))
+@pytest.mark.parametrize(("pp_size", "ep_size"), list(product([1, 2], [1, 2, 4])))
 def test_all_devices_together_hold_the_model_once(pp_size, ep_size):
     stages = stages_of(MIXTURE, layout(dp_shard_size=4, pp_size=pp_size, ep_size=ep_size))
     assert sum(4 * stage.all.divided for stage in stages) == MIXTURE.num_params
@@ -125,29 +130,29 @@ def test_all_devices_together_hold_the_model_once(pp_size, ep_size):
 
 
 def test_states_are_those_of_the_largest_stage():
-    """Two states in float32 beside float32 weights and gradients: 16 bytes of half of the last stage's parameters."""
+    """Two states in float32 beside float32 weights and gradients: 16 bytes of half of the first stage's parameters."""
     found = memory(dp_shard_size=2, pp_size=2)
-    own = (2 * LAYER + TABLE + 64) // 2
+    own = (2 * LAYER + TABLE) // 2
     assert found.parts["weights"] == 4 * own
     assert found.parts["optimizer"] == pytest.approx(8 * own, rel=1e-3)
-    # The last stage receives 32 tokens of 64 values in two buffers.
-    assert found.phases["optimizer"] == pytest.approx(16 * own + 3 * TOKENS * 64 * 2, rel=1e-3)
+    # It receives gradients of 32 tokens of 64 values in four tensors: two in flight, and two more.
+    assert found.phases["optimizer"] == pytest.approx(16 * own + 4 * TOKENS * 64 * 2, rel=1e-3)
 
 
 def test_a_pipeline_holds_whole_weights_and_gradients_until_its_last_micro_batch():
-    """2 bytes of each weight and 4 of each gradient of the stage, but in shards where each micro-batch is reduced."""
-    own = 2 * LAYER + TABLE + 64
+    """4 bytes of each gradient of the stage, but of each in shards where each micro-batch is reduced."""
+    own = 2 * LAYER + TABLE
     deferred = memory(dp_shard_size=2, pp_size=2, reshard_after_forward=False)
     reduced = memory(dp_shard_size=2, pp_size=2, reshard_after_forward=False, sync_each_batch=True)
-    freed = memory(dp_shard_size=2, pp_size=2, sync_each_batch=True)
     assert deferred.phases["forward"] - reduced.phases["forward"] == 4 * own - 4 * own // 2
     assert deferred.parts["gradients"] == 4 * own
-    # Of the weights two layers and the tail stay; here that is all of them.
-    assert freed.phases["forward"] == reduced.phases["forward"]
-    assert (
-        memory(dp_shard_size=4, sync_each_batch=True).phases["forward"]
-        < memory(dp_shard_size=4, sync_each_batch=True, reshard_after_forward=False).phases["forward"]
+    deep = llama_facts(path="deep", hidden=64, intermediate=128, layers=16, heads=4, kv_heads=2, vocab=256)
+    freed, stays = (
+        memory(deep, dp_shard_size=4, pp_size=2, sync_each_batch=True, reshard_after_forward=flag).phases["forward"]
+        for flag in (True, False)
     )
+    # Of eight layers and the embedding two layers stay.
+    assert stays - freed == 2 * (6 * LAYER + TABLE)
 
 
 def test_stages_hold_the_activations_of_micro_batches_in_flight():

@@ -303,7 +303,7 @@ class _Step:
         yield "last layer", Need(sums, stored, 0, (whole or around) + self._gradient(last))
         # Gradients that have no sum yet are there of all layers but the first.
         sums = before if self.accumulates else divided - self.w * (first.divided + stage.embedding.divided)
-        own = layers.leading if stage.pp_size == 1 else layers.first + working
+        own = layers.leading + (self.exchanged if first.experts else 0)
         gathered = whole if self._keeps_behind else self.e * first.whole + self.e * stage.embedding.whole
         yield "first layer", Need(sums, others + own, 0, gathered + self._gradient(first))
         if stage.is_first:
