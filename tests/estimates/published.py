@@ -20,6 +20,7 @@ from tunekit.estimates.facts import ModelFacts
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.activations import HEAD_COLUMNS, HEAD_TOKENS, activation_bytes_per_layer, products_of
 from tunekit.estimates.memory.memory import CONTEXT_BYTES, RESERVE_SHARE, MemoryEstimate, estimate
+from tunekit.estimates.memory.stages import stages_of
 from tunekit.estimates.memory.states import BYTES, Phase, num_trainable_params
 from tunekit.estimates.models.model_config import known_models
 from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
@@ -153,6 +154,7 @@ def estimate_of(row: Row) -> MemoryEstimate:
         sliding_mask_length=None,
         gradient_checkpointing=how["checkpointing"],
         accumulates=how.get("accumulates", False),
+        num_micro_batches=how.get("accumulated", 1),
         layout=row.layout,
         devices_per_node=min(8, row.layout.num_processes),
         reserve_share=0.0,
@@ -185,6 +187,14 @@ def _phases(row: Row) -> dict[Phase, int]:
         entries = tokens * model.vocab_size // layout.tp_size
         add(forward * entries - tile, "forward")
         add(backward * entries - tile, "head")
+    if row.other.get("loss") == "without logits":
+        forward, backward = LOGITS["kept"]
+        add(-forward * tokens * model.vocab_size, "forward")
+        add(-backward * tokens * model.vocab_size, "head")
+    if row.other.get("experts") == "16 bit":
+        # No copies of experts' weights that a forward pass casts and keeps.
+        experts = sum(stage.all.experts for stage in stages_of(model, layout))
+        add(-2 * experts, "forward", "head", "last layer")
     if row.other.get("adapters") == "16 bit":
         # Weights, states and, late in a step, gradients of half the size.
         trained = num_trainable_params(model, row.adapter) // layout.num_shards
