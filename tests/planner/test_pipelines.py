@@ -73,6 +73,26 @@ def test_a_plan_says_what_each_stage_has_and_that_nobody_checked_it():
     assert topics["communication"].choice.startswith("6% bubble with 16 micro-batches in 2 stages")
 
 
+def test_a_batch_is_counted_in_pipelines():
+    topics = {reason.topic: reason for reason in planned({"pp_size": 2}).reasons}
+    assert topics["batch"].choice == "64 = 1 x 16 accumulated x 4 pipelines"
+
+
+def test_the_router_loss_is_automodels():
+    topics = {reason.topic: reason for reason in planned({"ep_size": 8}, model=A3B).reasons}
+    assert topics["experts"].why == (
+        "coefficient from the model config; NeMo Automodel adds the gradient of the router loss in each micro-batch, "
+        "and leaves it out of the reported loss"
+    )
+
+
+@pytest.mark.parametrize("sections", [{"adapter": "lora"}, {"adapter": "full", "method": "dpo"}], ids=["lora", "dpo"])
+def test_only_supervised_training_of_all_weights_is_planned(sections):
+    request = recipe(parallel={"engine": "automodel"}, train={"global_batch_size": 64}, **sections)
+    with pytest.raises(PlanError, match="is untested with NeMo Automodel"):
+        resolve(request, find_machine("8xh100").hardware(), LLAMA_8B, ROWS)
+
+
 def test_as_few_stages_as_fit_are_chosen():
     plan = planned({}, "2x8xh100", known_model("Qwen/Qwen3-32B"), batch=512)
     assert plan.layout.pp_size > 1

@@ -194,7 +194,7 @@ def _planned(
             ),
             *reasons.method_reasons(recipe, model.origin, fitting.memory.parts.get("reference", 0)),
             *reasons.generation_reasons(recipe, setting.vllm(layout), why_generated, speed),
-            *reasons.router_reasons(recipe, model),
+            *reasons.router_reasons(recipe, model, layout),
             reasons.adapter_reason(recipe, model, schedule),
             *fitting.reasons(),
             padding.reason(),

@@ -240,11 +240,11 @@ class Fit:
     def reasons(self) -> Iterator[Reason]:
         """The decisions for the plan."""
         batch = self.micro_batch_size * self.gradient_accumulation_steps * self.layout.num_batches
-        at_once = self.layout.num_batches
+        at_once, unit = self.layout.num_batches, "device" if self.layout.pp_size == 1 else "pipeline"
         yield Reason(
             topic="batch",
             choice=f"{batch} = {self.micro_batch_size} x {self.gradient_accumulation_steps} accumulated x {at_once} "
-            f"device{'' if at_once == 1 else 's'}",
+            f"{unit}{'' if at_once == 1 else 's'}",
             why=self.why_batch,
         )
         choice = "on" if self.gradient_checkpointing else "off"

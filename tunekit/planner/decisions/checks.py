@@ -352,6 +352,7 @@ def check_media(
         "method.generation.use_vllm": generates(recipe.method) and recipe.method.generation.use_vllm is True,
         "method.max_resample_times": generates(recipe.method) and recipe.method.resamples,
         "method.replay_buffer_size": generates(recipe.method) and recipe.method.replays,
+        "parallel.engine": parallel.engine != "accelerate",
         "parallel.tp_size": (parallel.tp_size or 1) > 1,
         "parallel.ep_size": (parallel.ep_size or 1) > 1,
         "parallel.cp_size": (parallel.cp_size or 1) > 1,
@@ -613,7 +614,14 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
 
 
 def _automodel_refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str, str]]:
-    """Yield pipelines that a model or a batch is not divided into."""
+    """Yield what is not trained so, and pipelines that a model or a batch is not divided into."""
+    adapter, method = setting.recipe.adapter, setting.recipe.method
+    if method.type != "sft" or not isinstance(adapter, FullAdapter):
+        kind = method.type if method.type != "sft" else adapter.type
+        yield (
+            f"{kind} is untested with NeMo Automodel",
+            "use method.type=sft and adapter.type=full, or unset parallel.engine",
+        )
     if layout.pp_size == 1:
         return
     if setting.model.has_tied_head:
