@@ -346,11 +346,8 @@ class _Step:
         return (self._whole or self._around) + self.e * self.stage.largest.whole
 
     def _gradient(self, unit: Unit) -> int:
-        """Bytes of a unit's gradient as the backward pass gives it, and of what is sent of it where that is reduced.
+        """Bytes of a unit's gradient as the backward pass gives it, and of what is sent where that is reduced.
 
-        A sum in another type is made of a copy.
+        It is added to a sum that is there whole; or that of the unit before is sent meanwhile, until its own is.
         """
-        if self.defers:
-            return (self.e + (self.r if self.r != self.e else 0)) * unit.whole
-        # That of the unit before is sent meanwhile, until its own is.
-        return (self.e + self.r) * unit.whole
+        return (self.e + (0 if self.defers else self.r)) * unit.whole

@@ -633,7 +633,8 @@ def _automodel_refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str,
         number = train.global_batch_size // (groups * (train.micro_batch_size or 1))
         why = f"{layout.pp_size} stages need as many micro-batches, but a step has {number} for each"
         smaller = "" if train.micro_batch_size in (None, 1) else ", or unset train.micro_batch_size"
-        yield why, f"set train.global_batch_size to a multiple of {groups}, {least:,} or more{smaller}"
+        multiple = "" if groups == 1 else f"a multiple of {groups}, "
+        yield why, f"set train.global_batch_size to {multiple}{least:,} or more{smaller}"
 
 
 def _qlora_refusals(adapter: QloraAdapter, setting: Setting, layout: Layout) -> Iterator[tuple[str, str]]:
