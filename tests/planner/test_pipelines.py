@@ -78,21 +78,6 @@ def test_a_batch_is_counted_in_pipelines():
     assert topics["batch"].choice == "64 = 1 x 16 accumulated x 4 pipelines"
 
 
-def test_the_router_loss_is_automodels():
-    topics = {reason.topic: reason for reason in planned({"ep_size": 8}, model=A3B).reasons}
-    assert topics["experts"].why == (
-        "coefficient from the model config; NeMo Automodel adds the gradient of the router loss in each micro-batch, "
-        "and leaves it out of the reported loss"
-    )
-
-
-@pytest.mark.parametrize("sections", [{"adapter": "lora"}, {"adapter": "full", "method": "dpo"}], ids=["lora", "dpo"])
-def test_only_supervised_training_of_all_weights_is_planned(sections):
-    request = recipe(parallel={"engine": "automodel"}, train={"global_batch_size": 64}, **sections)
-    with pytest.raises(PlanError, match="is untested with NeMo Automodel"):
-        resolve(request, find_machine("8xh100").hardware(), LLAMA_8B, ROWS)
-
-
 def test_as_few_stages_as_fit_are_chosen():
     plan = planned({}, "2x8xh100", known_model("Qwen/Qwen3-32B"), batch=512)
     assert plan.layout.pp_size > 1
@@ -109,6 +94,8 @@ def test_each_stage_has_a_micro_batch():
     plan = planned({"pp_size": 2}, batch=256, length=1024)
     assert (plan.micro_batch_size, plan.gradient_accumulation_steps) == (2, 32)
 
+
+ROUTERS_OFF = {"method": {"type": "sft", "trainer_args": {"router_aux_loss_coef": 0.0}}}
 
 REFUSED = {
     "too few micro-batches": (
@@ -135,13 +122,14 @@ REFUSED = {
     ),
     "more experts than devices of a stage": (
         {"pp_size": 2, "ep_size": 8},
-        {"model": A3B},
+        {"model": A3B, **ROUTERS_OFF},
         "parallel.ep_size: 8 does not divide the 4 devices of a stage; unset it",
     ),
     "experts of a family that it does not divide": (
         {"ep_size": 8},
-        {"model": A3B.model_copy(update={"model_type": "mixtral"})},
-        "parallel.ep_size: NeMo Automodel divides no experts of mixtral; unset it",
+        {"model": A3B.model_copy(update={"model_type": "mixtral"}), **ROUTERS_OFF},
+        "parallel.ep_size: divided experts of mixtral are untested with NeMo Automodel; unset it, or use "
+        "parallel.engine=accelerate",
     ),
     "a head that shares the embedding": (
         {"pp_size": 2},
@@ -152,22 +140,22 @@ REFUSED = {
     "tensor parallel": (
         {"tp_size": 2},
         {},
-        "parallel.tp_size: untested with parallel.engine=automodel; unset it",
+        "parallel.tp_size: untested with parallel.engine=automodel; unset it, or use parallel.engine=accelerate",
     ),
     "context parallel": (
         {"cp_size": 2},
         {},
-        "parallel.cp_size: untested with parallel.engine=automodel; unset it",
+        "parallel.cp_size: untested with parallel.engine=automodel; unset it, or use parallel.engine=accelerate",
     ),
     "another strategy": (
         {"strategy": "zero3"},
         {},
-        "parallel.strategy: NeMo Automodel shards by fsdp2, not zero3; unset it",
+        "parallel.strategy: parallel.engine=automodel shards by fsdp2, not zero3; unset it",
     ),
     "offloading": (
         {"offload_optimizer_device": "cpu"},
         {},
-        "parallel.offload_optimizer_device: untested with parallel.engine=automodel; unset it",
+        "parallel.offload_optimizer_device: untested with parallel.engine=automodel; unset it, or use parallel.engine=accelerate",
     ),
     "one device": (
         {},
@@ -177,7 +165,7 @@ REFUSED = {
     "Accelerate": (
         {"engine": "accelerate", "pp_size": 2},
         {},
-        "parallel.pp_size: Accelerate runs no pipeline; set parallel.engine=automodel",
+        "parallel.pp_size: Accelerate runs no pipeline; set parallel.engine=automodel, or unset it",
     ),
     "flash attention": (
         {},
@@ -207,6 +195,7 @@ def test_where_nothing_of_accelerates_fits_automodel_is_named_first():
     request = recipe(adapter="full", parallel={**parallel, "dp_shard_size": 8, "ep_size": 8}, **sections)
     words = automodel_words(setting_of(request, machine, model))
     assert words is not None and words.startswith("NeMo Automodel can: parallel.engine=automodel parallel.pp_size=")
+    assert "method.trainer_args.router_aux_loss_coef=0" in words
     assert words.endswith("per device (estimate by formulas alone)")
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -303,6 +304,9 @@ def recipe_of(watch: Watch, wishes: Wishes) -> Any:
     recipe.saver.trainer = recipe.saver.stopping.trainer = watch.trainer = recipe.loop
     recipe.saver.open_group()
     recipe.setup()
+    if recipe.pp is not None:
+        # Else the last stage keeps the logits of all micro-batches.
+        recipe.pp.info.schedule.step = partial(recipe.pp.info.schedule.step, return_outputs=False)
     for part in recipe.model_parts:
         if "update_moe_gate_bias" in dir(part):
             # Experts are chosen by the biases of the base model, as in Transformers.

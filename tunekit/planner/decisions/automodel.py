@@ -6,9 +6,12 @@ Fields that change a run are allowed by name: others are refused until a test sh
 from collections.abc import Iterator
 
 from tunekit.estimates.facts import Hardware, ModelFacts
+from tunekit.estimates.layout import Layout
+from tunekit.planner.decisions import backends
+from tunekit.planner.decisions.candidates import Setting, divisors
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.adapters import FullAdapter
-from tunekit.recipe.sections.section import Section
+from tunekit.recipe.sections.section import ParallelSection, Section
 
 VERSION = "0.7.0"
 """Version of nemo-automodel whose private names tunekit replaces."""
@@ -32,8 +35,8 @@ HONOURED = {
         "eval_steps", "save_steps", "save_total_limit", "metric_for_best_model", "greater_is_better",
     },
     "parallel": {
-        "engine", "strategy", "num_processes", "dp_shard_size", "ep_size", "pp_size", "max_restarts",
-        "timeout_seconds", "grace_seconds",
+        "engine", "strategy", "num_processes", "dp_shard_size", "ep_size", "pp_size", "reshard_after_forward",
+        "max_restarts", "timeout_seconds", "grace_seconds",
     },
     "output": {"dir", "name", "report_to"},
 }  # fmt: skip
@@ -45,7 +48,6 @@ VALUES = {
     "train.activation_offloading": (False,),
     "train.tiled_mlp": (False,),
     "train.torch_compile": (False,),
-    "parallel.reshard_after_forward": (True,),
     "parallel.offload_param_device": ("none",),
     "parallel.offload_optimizer_device": ("none",),
     "output.sample_prompts": ([],),
@@ -55,25 +57,28 @@ VALUES = {
 TRAINER_ARGS = {"adam_beta1", "adam_beta2", "adam_epsilon", "router_aux_loss_coef"}
 """Arguments of TRL's config that are honoured."""
 
+ROUTER_ARG = "method.trainer_args.router_aux_loss_coef"
+"""Key of the coefficient of the routers' auxiliary loss."""
+
 OPTIMS = ("adamw_torch", "adamw_torch_fused")
-
-EXPERT_FAMILIES = ("deepseek_v3", "glm4_moe", "qwen3_moe")
-"""Families whose experts Automodel divides, as far as losses were compared with Transformers' (0.7.0, `ep_size` of 2).
-Its classes of other families are untested, and that of gpt-oss needs flex attention."""
-
-PIPELINE_FAMILIES = ("llama", "qwen2", "qwen3", "mistral", *EXPERT_FAMILIES)
-"""Families whose layers Automodel divides into stages, compared in the same way."""
 
 
 def faults(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Iterator[tuple[str, str | None]]:
     """Yield what Automodel cannot do of a recipe that asks for it, as problems with their remedies."""
-    parallel = recipe.parallel
-    if parallel.engine != "automodel":
-        if parallel.pp_size not in (None, 1):
-            yield "parallel.pp_size: Accelerate has no pipeline parallelism", f"set {ENGINE}, or unset it"
+    if recipe.parallel.engine != "automodel":
+        if recipe.parallel.pp_size not in (None, 1):
+            yield "parallel.pp_size: Accelerate runs no pipeline", f"set {ENGINE}, or unset it"
         return
     if hardware.automodel is False:
         yield f"parallel.engine: nemo-automodel {VERSION} is not installed", INSTALL
+    yield from recipe_faults(recipe, model)
+    if adds_router_loss(recipe, model):
+        yield f"{ROUTER_ARG}: NeMo Automodel computes the routers' auxiliary loss in another way", f"set {ROUTER_ARG}=0"
+    yield from _size_faults(recipe.parallel, hardware.num_accelerators, model)
+
+
+def recipe_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, str]]:
+    """Yield what Automodel cannot do of a recipe on any machine."""
     if recipe.method.type != "sft":
         yield f"{ENGINE}: supports method.type=sft alone, not {recipe.method.type}", "use parallel.engine=accelerate"
     elif not isinstance(recipe.adapter, FullAdapter):
@@ -82,6 +87,11 @@ def faults(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Iterator[tu
     else:
         yield from _field_faults(recipe)
     yield from _model_faults(recipe, model)
+
+
+def adds_router_loss(recipe: Recipe, model: ModelFacts) -> bool:
+    """Return whether a recipe trains routers by their auxiliary loss, which Automodel would compute otherwise."""
+    return bool(recipe.method.trainer_args.get("router_aux_loss_coef", model.router_aux_loss_coef))
 
 
 def _field_faults(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -108,7 +118,7 @@ def _settings(section: Section) -> Iterator[tuple[str, object]]:
             yield name, value
 
 
-def _model_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, str | None]]:
+def _model_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, str]]:
     other = "use parallel.engine=accelerate"
     if model.published_as is not None:
         yield f"{ENGINE}: the weights of {model.path} are quantized", other
@@ -116,14 +126,44 @@ def _model_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, str 
         yield f"{ENGINE}: {model.path} is no text model", other
     if model.origin is not None and model.origin.adapter is not None:
         yield f"{ENGINE}: cannot merge the adapter of {model.origin.name}", "export it merged, and start from that"
-    if recipe.method.trainer_args.get("router_aux_loss_coef", model.router_aux_loss_coef):
-        key = "method.trainer_args.router_aux_loss_coef"
-        yield f"{key}: NeMo Automodel computes the routers' auxiliary loss in another way", f"set {key}=0"
-    if (recipe.parallel.pp_size or 1) > 1:
-        if model.has_tied_head:
-            yield f"parallel.pp_size: the head of {model.path} shares the embedding's weights", f"unset it, or {other}"
-        elif model.model_type not in PIPELINE_FAMILIES:
-            yield f"parallel.pp_size: pipeline stages of {model.model_type} are untested", "unset it"
-    if (recipe.parallel.ep_size or 1) > 1 and model.model_type not in EXPERT_FAMILIES:
-        hint = f"unset it, or {other}; tested: {', '.join(EXPERT_FAMILIES)}"
-        yield f"parallel.ep_size: divided experts of {model.model_type} are untested with {ENGINE}", hint
+
+
+def _size_faults(requested: ParallelSection, num: int, model: ModelFacts) -> Iterator[tuple[str, str | None]]:
+    """Yield sizes that are not known to run, or that do not multiply to the devices."""
+    pp_size, shards = requested.pp_size or 1, requested.dp_shard_size
+    devices = requested.num_processes or num
+    if pp_size > model.num_layers:
+        problem = f"parallel.pp_size: {pp_size} stages, but {model.path} has {model.num_layers} layers"
+        yield problem, f"set it to {model.num_layers} or less"
+    if pp_size > 1 and (why := backends.why_no_stages(model)) is not None:
+        yield f"parallel.pp_size: {why}", "unset it"
+    if devices % pp_size:
+        numbers = ", ".join(map(str, sorted(divisors(devices))))
+        yield f"parallel.pp_size: {pp_size} does not divide the {devices} devices", f"use one of {numbers}"
+    if shards is not None and (shards * pp_size != devices if requested.pp_size else devices % shards):
+        sizes = f"parallel.dp_shard_size {shards}" + (f" x parallel.pp_size {pp_size}" if requested.pp_size else "")
+        problem = f"{sizes}: NeMo Automodel uses all {devices} devices, as stages of equally many"
+        yield problem, f"unset parallel.dp_shard_size, which is then {max(1, devices // pp_size)}"
+    ep_size, stage = requested.ep_size or 1, shards or devices // pp_size
+    if ep_size > 1 and model.expert_shapes and (why := backends.why_not_divided_by_automodel(model)) is not None:
+        yield f"parallel.ep_size: {why}", "unset it, or use parallel.engine=accelerate"
+    if stage % ep_size:
+        yield f"parallel.ep_size: {ep_size} does not divide the {stage} devices of a stage", "unset it"
+
+
+def refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str, str]]:
+    """Yield pipelines that a model or a batch is not divided into."""
+    if setting.dtype == "float16":
+        yield "NeMo Automodel scales no losses for float16", "use model.dtype=bfloat16"
+    if layout.pp_size == 1:
+        return
+    if (why_not := backends.why_no_stages(setting.model)) is not None:
+        yield why_not, "use parallel.pp_size=1"
+    train, groups = setting.recipe.train, layout.num_batches
+    least = groups * layout.pp_size * (train.micro_batch_size or 1)
+    if train.global_batch_size < least:
+        number = train.global_batch_size // (groups * (train.micro_batch_size or 1))
+        why = f"{layout.pp_size} stages need as many micro-batches, but a step has {number} for each"
+        smaller = "" if train.micro_batch_size in (None, 1) else ", or unset train.micro_batch_size"
+        multiple = "" if groups == 1 else f"a multiple of {groups}, "
+        yield why, f"set train.global_batch_size to {multiple}{least:,} or more{smaller}"

@@ -234,7 +234,16 @@ def why_not_divided_by_automodel(model: ModelFacts) -> str | None:
     """Return why NeMo Automodel does not divide the experts of a model; None where it does."""
     if _is_among("automodel_expert_parallel", model):
         return None
-    return f"NeMo Automodel divides no experts of {model.model_type}"
+    return f"divided experts of {model.model_type} are untested with NeMo Automodel"
+
+
+def why_no_stages(model: ModelFacts) -> str | None:
+    """Return why NeMo Automodel does not divide the layers of a model into stages; None where it does."""
+    if model.has_tied_head:
+        return f"{model.path} shares the weights of embedding and head, which lie in different stages"
+    if not _is_among("automodel_pipeline", model):
+        return f"stages of {model.model_type} are untested with NeMo Automodel"
+    return None
 
 
 def why_no_varlen(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype: Dtype) -> str | None:

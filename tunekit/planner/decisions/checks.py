@@ -46,7 +46,6 @@ from tunekit.recipe.sections.section import (
     STOCHASTIC_OPTIMS,
     LrSchedulerType,
     Optim,
-    ParallelSection,
 )
 
 LR_SCHEDULER_KWARGS: dict[LrSchedulerType, tuple[tuple[str, ...], str]] = {
@@ -448,45 +447,6 @@ def _parallel_faults(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> I
     if "nvme" in offloads and requested.nvme_path is None:
         name = "offload_param_device" if offloads[0] == "nvme" else "offload_optimizer_device"
         yield f"parallel.{name}: nvme needs parallel.nvme_path", "set it to a folder on a fast local disk"
-    if requested.engine == "automodel":
-        yield from _automodel_faults(requested, num, model)
-    elif (requested.pp_size or 1) > 1:
-        yield "parallel.pp_size: Accelerate runs no pipeline", "set parallel.engine=automodel"
-
-
-def _automodel_faults(requested: ParallelSection, num: int, model: ModelFacts) -> Iterator[tuple[str, str | None]]:
-    """Yield sizes that NeMo Automodel is not known to run, or that do not multiply to the devices."""
-    values, pp_size = dict(requested), requested.pp_size or 1
-    if requested.strategy not in ("auto", "fsdp2"):
-        yield f"parallel.strategy: NeMo Automodel shards by fsdp2, not {requested.strategy}", "unset it"
-    for name in ("tp_size", "cp_size", "sp_size"):
-        if (values[name] or 1) > 1:
-            yield f"parallel.{name}: untested with parallel.engine=automodel", "unset it"
-    for name in ("offload_param_device", "offload_optimizer_device"):
-        if values[name] not in ("auto", "none"):
-            yield f"parallel.{name}: untested with parallel.engine=automodel", "unset it"
-    if pp_size > model.num_layers:
-        problem = f"parallel.pp_size: {pp_size} stages, but {model.path} has {model.num_layers} layers"
-        yield problem, f"set it to {model.num_layers} or less"
-    if pp_size > 1 and model.has_tied_head:
-        problem = (
-            f"parallel.pp_size: {model.path} shares the weights of embedding and head, which lie in different stages"
-        )
-        yield problem, "unset it"
-    devices = requested.num_processes or num
-    if devices % pp_size:
-        numbers = ", ".join(map(str, sorted(divisors(devices))))
-        yield f"parallel.pp_size: {pp_size} does not divide the {devices} devices", f"use one of {numbers}"
-    shards = requested.dp_shard_size
-    if shards is not None and (shards * pp_size != devices if requested.pp_size else devices % shards):
-        sizes = f"parallel.dp_shard_size {shards}" + (f" x parallel.pp_size {pp_size}" if requested.pp_size else "")
-        problem = f"{sizes}: NeMo Automodel uses all {devices} devices, as stages of equally many"
-        yield problem, f"unset parallel.dp_shard_size, which is then {max(1, devices // pp_size)}"
-    ep_size, stage = requested.ep_size or 1, shards or devices // pp_size
-    if ep_size > 1 and (why := backends.why_not_divided_by_automodel(model)) is not None and model.expert_shapes:
-        yield f"parallel.ep_size: {why}", "unset it"
-    if stage % ep_size:
-        yield f"parallel.ep_size: {ep_size} does not divide the {stage} devices of a stage", "unset it"
 
 
 class Refusal(NamedTuple):
@@ -582,7 +542,7 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
     if recipe.train.tiled_mlp is True:
         yield backends.why_not_tiled(recipe, setting.model, layout), "unset train.tiled_mlp"
     if layout.engine == "automodel":
-        yield from _automodel_refusals(setting, layout)
+        yield from automodel.refusals(setting, layout)
     if layout.is_divided_at_load:
         what, without = _divided_at_load(layout)
         if not is_full and layout.tp_size > 1:
@@ -611,30 +571,6 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
     yield from _row_refusals(setting, layout)
     if layout.sp_size > 1:
         yield from _ulysses_refusals(setting, layout)
-
-
-def _automodel_refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str, str]]:
-    """Yield what is not trained so, and pipelines that a model or a batch is not divided into."""
-    adapter, method = setting.recipe.adapter, setting.recipe.method
-    if method.type != "sft" or not isinstance(adapter, FullAdapter):
-        kind = method.type if method.type != "sft" else adapter.type
-        yield (
-            f"{kind} is untested with NeMo Automodel",
-            "use method.type=sft and adapter.type=full, or unset parallel.engine",
-        )
-    if layout.pp_size == 1:
-        return
-    if setting.model.has_tied_head:
-        why = f"{setting.model.path} shares the weights of embedding and head, which lie in different stages"
-        yield why, "use parallel.pp_size=1"
-    train, groups = setting.recipe.train, layout.num_batches
-    least = groups * layout.pp_size * (train.micro_batch_size or 1)
-    if train.global_batch_size < least:
-        number = train.global_batch_size // (groups * (train.micro_batch_size or 1))
-        why = f"{layout.pp_size} stages need as many micro-batches, but a step has {number} for each"
-        smaller = "" if train.micro_batch_size in (None, 1) else ", or unset train.micro_batch_size"
-        multiple = "" if groups == 1 else f"a multiple of {groups}, "
-        yield why, f"set train.global_batch_size to {multiple}{least:,} or more{smaller}"
 
 
 def _qlora_refusals(adapter: QloraAdapter, setting: Setting, layout: Layout) -> Iterator[tuple[str, str]]:

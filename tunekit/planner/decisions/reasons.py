@@ -451,10 +451,6 @@ def router_reasons(recipe: Recipe, model: ModelFacts, layout: Layout) -> Iterato
     """Yield the reason for the routers' auxiliary loss, the one part of a loss that depends on the cut of a batch."""
     coefficient = router_aux_loss_coef(recipe, model)
     if layout.engine == "automodel":
-        if coefficient:
-            why = "coefficient from the model config; NeMo Automodel adds the gradient of the router loss in each "
-            why += "micro-batch, and leaves it out of the reported loss"
-            yield Reason(topic="experts", choice=f"load balancing, router_aux_loss_coef {coefficient:g}", why=why)
         return
     if model.num_experts and coefficient is None:
         who = f"TRL's {recipe.method.type} trainer"

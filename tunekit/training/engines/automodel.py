@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from tunekit.errors import RunError
-from tunekit.planner.decisions.automodel import EXPERT_FAMILIES
+from tunekit.planner.decisions.backends import families
 from tunekit.planner.plan import Plan
 from tunekit.runs.small_files import write_whole
 
@@ -103,6 +103,11 @@ def configuration(plan: Plan, run_folder: Path, model_type: str, *, first_step: 
     return sections
 
 
+def has_own_class(model_type: str) -> bool:
+    """Return whether a model is trained by a class of Automodel's own, which divides experts, in any layout."""
+    return model_type in families()["automodel_expert_parallel"]
+
+
 def _model(plan: Plan, model_type: str) -> dict[str, Any]:
     """Return the section of the model: Transformers' class, or Automodel's own of a family whose experts it divides."""
     section: dict[str, Any] = {
@@ -117,7 +122,7 @@ def _model(plan: Plan, model_type: str) -> dict[str, Any]:
     if plan.router_aux_loss_coef is not None:
         # Automodel's own classes add the gradient of that loss whatever else is set.
         section["router_aux_loss_coef"] = plan.router_aux_loss_coef
-    if model_type in EXPERT_FAMILIES:
+    if has_own_class(model_type):
         return section | {"backend": EXPERT_BACKEND}
     return section | {"force_hf": True}
 
@@ -132,6 +137,8 @@ def _distributed(plan: Plan, model_type: str) -> dict[str, Any]:
         "cp_size": 1,
         "pp_size": layout.pp_size,
         "ep_size": layout.ep_size,
+        "defer_fsdp_grad_sync": not layout.sync_each_batch,
+        "reshard_after_forward": layout.reshard_after_forward,
         "activation_checkpointing": plan.gradient_checkpointing,
         "mp_policy": {
             "_target_": "torch.distributed.fsdp.MixedPrecisionPolicy",
@@ -142,10 +149,12 @@ def _distributed(plan: Plan, model_type: str) -> dict[str, Any]:
     }
     if layout.pp_size > 1:
         # Automodel's own classes run with some of the layers as they are; forward methods of others are replaced.
-        is_replaced = model_type not in EXPERT_FAMILIES
+        is_replaced = not has_own_class(model_type)
         section["pipeline"] = {
             "pp_schedule": "1f1b",
             "pp_microbatch_size": plan.micro_batch_size,
+            # Else there is a buffer for each micro-batch.
+            "pp_recv_buffer_pool": True,
             "patch_inner_model": is_replaced,
             "patch_causal_lm_model": is_replaced,
         }
