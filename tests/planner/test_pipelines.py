@@ -155,7 +155,8 @@ REFUSED = {
     "offloading": (
         {"offload_optimizer_device": "cpu"},
         {},
-        "parallel.offload_optimizer_device: untested with parallel.engine=automodel; unset it, or use parallel.engine=accelerate",
+        "parallel.offload_optimizer_device: untested with parallel.engine=automodel; unset it, or use "
+        "parallel.engine=accelerate",
     ),
     "one device": (
         {},

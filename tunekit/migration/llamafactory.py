@@ -139,8 +139,8 @@ def finish(draft: Draft) -> None:
     if draft.get("packing") is True and not draft.get("neat_packing"):
         hf.suspect_packing(draft, "packing", "neat_packing")
     if megatron.is_of_llama_factory(draft):
-        megatron.settle_layout(draft)
         _note_megatron(draft)
+        megatron.settle_layout(draft)
     if draft.get("finetuning_type") == "full" and draft.get("quantization_bit"):
         words = "quantization_bit with finetuning_type full: quantized weights cannot be trained"
         draft.suspect("quantization_bit", words)

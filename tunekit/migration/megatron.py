@@ -90,6 +90,8 @@ def _why_no_pipeline(draft: Draft) -> str | None:
         return "parallel.engine=automodel, which has pipelines, trains in full by sft"
     if draft.values.get("data.packing"):
         return "parallel.engine=automodel, which has pipelines, trains without packing"
+    if draft.values.get(ROUTER_ARG):
+        return "parallel.engine=automodel, which has pipelines, trains without the routers' auxiliary loss"
     return "parallel.engine=automodel, which has pipelines, trains on text" if _has_media(draft) else None
 
 

@@ -170,11 +170,13 @@ def _settle_router_loss(draft: Draft) -> None:
     """Let the recipe add no router loss where the tool adds none; tunekit does by default, as TRL."""
     facts = known_models().get(str(draft.values.get("model.path")))
     method = METHODS[draft.values.get("method.type", "sft")]
-    if draft.tool not in _WITHOUT_ROUTER_LOSS or facts is None or not method.spec.adds_router_loss:
+    if draft.tool not in _WITHOUT_ROUTER_LOSS or not method.spec.adds_router_loss:
         return
     if draft.tool == "LLaMA-Factory" and megatron.is_of_llama_factory(draft):
         return  # `megatron.assume_router_loss` has it
-    if num_experts_of(text_config(facts.config)) and not any(draft.get(key) is True for key in _BALANCED):
+    divides_experts = "parallel.ep_size" in draft.values
+    has_experts = divides_experts if facts is None else num_experts_of(text_config(facts.config))
+    if has_experts and not any(draft.get(key) is True for key in _BALANCED):
         draft.assume({megatron.ROUTER_ARG: 0.0}, f"{draft.tool} adds no router loss by default")
 
 

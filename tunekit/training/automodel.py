@@ -137,6 +137,7 @@ class Hooks:
         state.epoch = state.global_step / (self.schedule.steps_per_epoch or 1)
         self.watch.on_step_end(None, state)
         self.boundary.on_step_end(None, state, control)
+        self.saver.poll()
         if state.global_step % self.watch.plan.recipe.train.logging_steps == 0:
             logs = {"loss": sum(self.losses) / len(self.losses), "grad_norm": norm, "learning_rate": self.rate_of(step)}
             self._log({**logs, "num_tokens": float(self.num_tokens), "epoch": state.epoch})

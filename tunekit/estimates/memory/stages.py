@@ -119,13 +119,13 @@ def _unit_of(tensors: Counter[tuple[int, ...]], model: ModelFacts, layout: Layou
     shards, ep, unit = layout.num_shards, layout.ep_size, Unit()
     for shape, times in tensors.items():
         if ep > 1 and shape in model.expert_shapes:
-            experts, rows, *others = shape
+            experts, rows, *columns = shape
             parts = shards // ep
-            divided = times * experts // ep * -(-rows // parts) * prod(others)
+            divided = times * experts // ep * -(-rows // parts) * prod(columns)
             unit += Unit(divided, parts * divided, parts * divided)
         else:
-            first, *others = shape or (1,)
-            divided = times * -(-first // shards) * prod(others)
+            first, *inner = shape or (1,)
+            divided = times * -(-first // shards) * prod(inner)
             unit += Unit(divided, shards * divided)
     return unit
 
@@ -285,32 +285,32 @@ class _Step:
     def needs(self) -> Iterator[tuple[Phase, Need]]:
         """Yield the needs of the phases of a stage, some for several moments."""
         stage, layers, head, divided = self.stage, self.layers, self.head, self.w * self.stage.all.divided
-        others = (self.in_flight - 1) * self.kept + self.received + layers.shared
+        earlier = (self.in_flight - 1) * self.kept + self.received + layers.shared
         whole, around, staying = self._whole, self._around, self._staying
         before = self.r * stage.all.whole if self.defers else divided if self.accumulates else 0
-        forward = others + self.kept + layers.forward_only
+        forward = earlier + self.kept + layers.forward_only
         computing = max(0, layers.passing) + self.exchanged
         yield "load", Need(gathered=2 * self.w * stage.largest.divided)
         yield "forward", Need(before, forward + computing, 0, staying)
         if stage.is_last:
             yield "forward", Need(before, forward + head.kept, self.logits + head.forward, staying)
             gathered = (whole or around) + self._gradient(stage.tail)
-            yield "head", Need(before, others + self.kept + head.kept, self.logits + head.backward, gathered)
+            yield "head", Need(before, earlier + self.kept + head.kept, self.logits + head.backward, gathered)
         last, first = stage.layers[-1], stage.layers[0]
         working = layers.working + self.exchanged
-        stored = others + self.kept + layers.recomputed + working
+        stored = earlier + self.kept + layers.recomputed + working
         sums = before if self.accumulates else self.w * stage.tail.divided
         yield "last layer", Need(sums, stored, 0, (whole or around) + self._gradient(last))
         # Gradients that have no sum yet are there of all layers but the first.
         sums = before if self.accumulates else divided - self.w * (first.divided + stage.embedding.divided)
         own = layers.leading + (self.exchanged if first.experts else 0)
         gathered = whole if self._keeps_behind else self.e * first.whole + self.e * stage.embedding.whole
-        yield "first layer", Need(sums, others + own, 0, gathered + self._gradient(first))
+        yield "first layer", Need(sums, earlier + own, 0, gathered + self._gradient(first))
         if stage.is_first:
             gathered = (whole if self._keeps_behind else self.e * stage.embedding.whole) + self._gradient(
                 stage.embedding
             )
-            yield "embedding", Need(before or divided, others + layers.stream, 0, gathered)
+            yield "embedding", Need(before or divided, earlier + layers.stream, 0, gathered)
         if self.defers:
             # Whole gradients are reduced unit by unit: what is sent, and the sums of what has been.
             sending = self.r * stage.largest.whole

@@ -119,11 +119,11 @@ def _settings(section: Section) -> Iterator[tuple[str, object]]:
 
 
 def _model_faults(recipe: Recipe, model: ModelFacts) -> Iterator[tuple[str, str]]:
-    other = "use parallel.engine=accelerate"
+    remedy = "use parallel.engine=accelerate"
     if model.published_as is not None:
-        yield f"{ENGINE}: the weights of {model.path} are quantized", other
+        yield f"{ENGINE}: the weights of {model.path} are quantized", remedy
     if model.is_multimodal:
-        yield f"{ENGINE}: {model.path} is no text model", other
+        yield f"{ENGINE}: {model.path} is no text model", remedy
     if model.origin is not None and model.origin.adapter is not None:
         yield f"{ENGINE}: cannot merge the adapter of {model.origin.name}", "export it merged, and start from that"
 

@@ -446,7 +446,9 @@ def candidates(setting: Setting) -> Iterator[Candidate]:
     """The layouts to try, the cheapest first, of those that the recipe allows."""
     requested, passes, used = setting.recipe.parallel, setting.passes, spread(setting)
     if requested.engine == "automodel":
-        yield from (one for one in _automodel(setting) if _is_asked_for(requested, one.layout, divides_second=False))
+        for candidate in _automodel(setting):
+            if _is_asked_for(requested, candidate.layout, divides_second=False):
+                yield candidate
         return
     divides_second = passes.keeps_reference or passes.teacher is not None
     kinds = [_single(setting), _context_parallel(setting), _ulysses(setting), _tensor_parallel(setting)]

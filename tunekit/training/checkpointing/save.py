@@ -194,10 +194,14 @@ class Saver(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Hear whether the checkpoint that is being written is done; evaluate before the last one."""
-        if self._saving is not None and not any_of([not self._saving.done.is_set()], self.record.place)[0]:
-            self._finish()
+        self.poll()
         if state.global_step >= state.max_steps and args.eval_strategy != "no":
             control.should_evaluate = True
+
+    def poll(self) -> None:
+        """Report the checkpoint that is being written once it is done in all processes, which call this together."""
+        if self._saving is not None and not any_of([not self._saving.done.is_set()], self.record.place)[0]:
+            self._finish()
 
     def on_train_end(self, *_: object, **__: object) -> None:
         """Wait for the last checkpoint."""

@@ -197,8 +197,8 @@ def verify(recipe: Any, plan: Plan) -> dict[str, Any]:
         "pp_size": mesh["pp"].size() if "pp" in mesh.mesh_dim_names else 1,
         "dp_size": recipe._get_dp_group_size(),
         "ep_size": experts["ep"].size() if experts is not None and "ep" in experts.mesh_dim_names else 1,
-        "trained_dtype": ", ".join(sorted({str(one.dtype).removeprefix("torch.") for one in parameters})),
-        "not_updated": sum(one.requires_grad and id(one) not in states for one in parameters),
+        "trained_dtype": ", ".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters})),
+        "not_updated": sum(parameter.requires_grad and id(parameter) not in states for parameter in parameters),
     }
     for name, value in planned.items():
         if actual[name] != value:
