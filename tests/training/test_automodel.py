@@ -34,7 +34,7 @@ COMPARED = [
     ("llama", "pipeline"),
     ("qwen2", "pipeline"),
     ("qwen3", "pipeline"),
-    ("mistral", "pipeline"),
+    ("mistral", "FSDP2"),
     ("qwen3_moe", "experts"),
     ("qwen3_moe", "experts of four"),
     ("qwen3_moe", "pipeline"),
@@ -126,6 +126,16 @@ def test_the_result_is_a_model_as_transformers_reads_it(folder):
     assert names[0] == names[1]
     (saved,) = [event for event in many.events() if event["event"] == "saved"]
     assert saved["loss_error"] < 1e-5
+
+
+@pytest.mark.slow
+def test_a_model_that_it_computes_otherwise_is_refused_before_the_first_step(folder, monkeypatch):
+    """Its pipeline has no sliding window for Mistral, which the plan refuses too."""
+    monkeypatch.setattr("tunekit.planner.decisions.backends.why_no_stages", lambda model: None)
+    recipe = recipe_for(folder, "mistral", "window", "pipeline")
+    with pytest.raises(RunError, match=r"in another way than Transformers: on 2 rows its loss is off by \d"):
+        tunekit.train(recipe)
+    assert not figures(Run(recipe["output"]["dir"]), "log", "loss")
 
 
 def events_until(step, act):

@@ -33,7 +33,7 @@ from tunekit.runs.record import give_room
 from tunekit.training.automodel_rows import shifted
 from tunekit.training.callbacks import Boundary, EvaluationLeft, Watch, evaluation_is_due
 from tunekit.training.check_head import NUM_ROWS
-from tunekit.training.check_saved import check_saved_losses
+from tunekit.training.check_saved import check_losses
 from tunekit.training.checkpointing.restore import Start, start_of
 from tunekit.training.checkpointing.save import Saver, result_saved
 from tunekit.training.engines import automodel, automodel_patches
@@ -179,15 +179,16 @@ class Hooks:
         heart.mark("evaluation")
         loss = self.loss_of(self._at_boundaries(self._recipe.val_dataloaders["default"]))
         heart.mark(before)
-        for part in self._recipe.model_parts:
-            part.train()
         self._log({"eval_loss": loss, "epoch": state.epoch or 0.0})
         self.saver.on_evaluate(None, state, control)
         self.watch.on_evaluate()
 
     def loss_of(self, batches: Iterable[Any]) -> float:
         """Return the mean loss over the trained tokens of batches, which are this process's part."""
-        return float(self._recipe._run_validation_epoch(batches).metrics["val_loss"])
+        loss = float(self._recipe._run_validation_epoch(batches).metrics["val_loss"])
+        for part in self._recipe.model_parts:
+            part.train()
+        return loss
 
     def _at_boundaries(self, batches: Iterable[Any]) -> Iterator[Any]:
         for batch in batches:
@@ -332,6 +333,9 @@ def load_train_save(watch: Watch, wishes: Wishes) -> bool:
     with collected_seldom():
         recipe = recipe_of(watch, wishes)
     newest, schedule = recipe.start.newest, recipe.schedule
+    probes = recipe.dataloader.dataset.rows[:NUM_ROWS]["input_ids"]
+    if newest.path is None:
+        check_losses(plan, record, probes, recipe.losses_of_rows(probes), None)
     record.enter("training")
     watch.timing.mark()
     is_due = newest.step > 0 and evaluation_is_due(run, schedule, newest, place)
@@ -350,9 +354,7 @@ def load_train_save(watch: Watch, wishes: Wishes) -> bool:
     with result_saved(record, draft):
         recipe.write_model(draft)
         watch.on_result_saved()
-        rows = recipe.dataloader.dataset.rows
-        probes = rows[: min(NUM_ROWS, len(rows))]["input_ids"]
-        check_saved_losses(plan, record, draft, probes, recipe.losses_of_rows(probes))
+        check_losses(plan, record, probes, recipe.losses_of_rows(probes), draft)
         if place.is_main:
             _publish(watch, recipe.saver, tokenizer, draft, time.time() - began)
     record.update_status(phase="finished", exit_reason="trained to the end")

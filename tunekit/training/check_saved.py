@@ -74,34 +74,38 @@ def check_saved(trainer: Any, plan: Plan, record: Record, folder: Path, *, vocab
     _raise(same_everywhere(problem, record.place), folder)
 
 
-def check_saved_losses(plan: Plan, record: Record, folder: Path, rows: list[list[int]], losses: list[float]) -> None:
-    """Compare the losses of a saved model with those of the trained one, whose logits no process has.
+def check_losses(plan: Plan, record: Record, rows: list[list[int]], losses: list[float], saved: Path | None) -> None:
+    """Compare losses of another engine, in which no process has all logits, with those of Transformers.
 
     Called by all processes together.
 
     Args:
         plan: Its layout and types.
         record: Where the result goes.
-        folder: The saved model.
         rows: Token ids of a few rows.
-        losses: Mean loss of each by the trained model, in nats per token.
+        losses: Mean loss of each over all of its tokens, by the engine, in nats per token.
+        saved: The saved model after training; None before, for the base model.
 
     Raises:
         RunError: They differ by more than rounding, or the saved model cannot be loaded.
     """
-    problem = None
-    if record.place.is_main:
-        device = _device(plan)
-        if device is None:
-            _skip(record, "too little free memory to load it in addition to the trained one")
-        else:
-            model = _load(plan, folder, device)
-            error = max(abs(_loss(model, row, device) / loss - 1) for row, loss in zip(rows, losses, strict=True))
-            tolerance = TOLERANCES[plan.dtype]
+    problem, device = None, _device(plan) if record.place.is_main else None
+    if record.place.is_main and device is None:
+        _skip(record, "too little free memory to load it in addition to the trained one")
+    elif device is not None:
+        model = _load(plan, saved, device)
+        error = max(abs(_loss(model, row, device) / loss - 1) for row, loss in zip(rows, losses, strict=True))
+        tolerance = TOLERANCES[plan.dtype]
+        if saved is not None:
             record.write("saved", loss_error=error, tolerance=tolerance, device=device)
-            if not error <= tolerance:
-                problem = f"on {len(rows)} rows its loss is off by {error:.2%} (rounding: up to {tolerance:.2%})"
-    _raise(same_everywhere(problem, record.place), folder)
+        if not error <= tolerance:
+            problem = f"on {len(rows)} rows its loss is off by {error:.2%} (rounding: up to {tolerance:.2%})"
+    problem = same_everywhere(problem, record.place)
+    if saved is not None:
+        _raise(problem, saved)
+    elif problem is not None:
+        what = f"{plan.layout.name} computes {plan.base.path} in another way than Transformers: {problem}"
+        raise RunError(what, hint="use parallel.engine=accelerate; please report this with the model's config.json")
 
 
 def _raise(problem: str | None, folder: Path) -> None:
@@ -169,12 +173,20 @@ def logit_error(logits: torch.Tensor, reference: torch.Tensor) -> float:
     return float(difference.square().mean().sqrt() / spread.square().mean().sqrt().clamp_min(1e-12))
 
 
-def _load(plan: Plan, folder: Path, device: str) -> Any:
-    """Load a saved model as others do: whole weights by Transformers, an adapter by PEFT on its base."""
+def _load(plan: Plan, folder: Path | None, device: str) -> Any:
+    """Load a saved model as others do: whole weights by Transformers, an adapter by PEFT on its base.
+
+    Args:
+        plan: Its types.
+        folder: The saved model or adapter; None for the model as it was before training.
+        device: Where it goes.
+    """
     adapter, is_full = plan.recipe.adapter, isinstance(plan.recipe.adapter, FullAdapter)
-    saved = ModelSection(path=str(folder), trust_remote_code=plan.base.trust_remote_code)
+    saved = plan.base
+    if folder is not None and is_full:
+        saved = ModelSection(path=str(folder), trust_remote_code=plan.base.trust_remote_code)
     model: Any = load_model(
-        saved if is_full else plan.base,
+        saved,
         dtype=plan.trained_dtype if is_full else plan.dtype,
         device=device,
         quantization=adapter if isinstance(adapter, QloraAdapter) else None,
@@ -184,7 +196,7 @@ def _load(plan: Plan, folder: Path, device: str) -> Any:
         from tunekit.models.fake_quantization import to_fake_quantized
 
         to_fake_quantized(model, plan.recipe.train.qat)
-    return (model if is_full else PeftModel.from_pretrained(model, folder)).eval()
+    return (model if is_full or folder is None else PeftModel.from_pretrained(model, folder)).eval()
 
 
 def _logits(model: Any, ids: list[int], device: torch.device | str) -> torch.Tensor:

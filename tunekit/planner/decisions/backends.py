@@ -243,6 +243,8 @@ def why_no_stages(model: ModelFacts) -> str | None:
         return f"{model.path} shares the weights of embedding and head, which lie in different stages"
     if not _is_among("automodel_pipeline", model):
         return f"stages of {model.model_type} are untested with NeMo Automodel"
+    if set(model.layer_types) - {"full_attention"}:
+        return f"stages of layers with a sliding window, as {model.path} has, are untested with NeMo Automodel"
     return None
 
 
