@@ -29,9 +29,11 @@ LAYOUTS = {
     "pipeline and experts": {"num_processes": 4, "pp_size": 2, "ep_size": 2},
 }
 
+SMOKE = ("llama", "pipeline")
+
 COMPARED = [
+    SMOKE,
     ("llama", "FSDP2"),
-    ("llama", "pipeline"),
     ("qwen2", "pipeline"),
     ("qwen3", "pipeline"),
     ("mistral", "FSDP2"),
@@ -94,8 +96,10 @@ def figures(run, event, name):
     return {one["step"]: one[name] for one in run.events() if one["event"] == event}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "layout"), COMPARED)
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [pytest.param(*pair, marks=[] if pair == SMOKE else pytest.mark.slow) for pair in COMPARED],
+)
 def test_losses_and_weights_are_those_of_one_process_of_accelerate(folder, family, layout):
     one, many = trained(folder, family, "one process"), trained(folder, family, layout)
     (event,) = [event for event in many.events() if event["event"] == "engine"]
