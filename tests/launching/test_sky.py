@@ -65,6 +65,16 @@ def test_nodes_without_a_common_disk_do_not_start_again(recipe, tmp_path):
         _task(recipe, tmp_path / "run", "2x8xh100", BATCH, "parallel.max_restarts=1")
 
 
+def test_nodes_install_the_engine_of_the_plan(recipe, tmp_path):
+    full = [BATCH, "adapter=full", "parallel.engine=automodel"]
+    _, task = _task(recipe, tmp_path / "automodel", "8xh100", *full)
+    assert "'tunekit[automodel]==" in task["setup"] and "--no-deps nemo-automodel==" in task["setup"]
+    _, task = _task(recipe, tmp_path / "zero", "8xh100", BATCH, "parallel.strategy=zero2")
+    assert "'tunekit[deepspeed]==" in task["setup"]
+    with pytest.raises(RunError, match="writes checkpoints to one disk"):
+        _task(recipe, tmp_path / "nodes", "2x8xh100", *full)
+
+
 def test_without_skypilot_the_command_is_said(recipe, tmp_path, monkeypatch):
     run, _ = _task(recipe, tmp_path / "run", "h100")
     monkeypatch.setenv("PATH", str(tmp_path))

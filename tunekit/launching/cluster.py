@@ -27,6 +27,7 @@ from tunekit.estimates.facts import Hardware
 from tunekit.estimates.hardware.machines import find_machine
 from tunekit.estimates.throughput.speed import STORAGE_BYTES_PER_SECOND
 from tunekit.files import has_controls, load_template
+from tunekit.planner.decisions.automodel import VERSION as AUTOMODEL_VERSION
 from tunekit.planner.decisions.environment import BYTES_PER_TRAINED
 from tunekit.planner.plan import Plan
 from tunekit.probe.hardware import probe_node
@@ -293,6 +294,11 @@ def write_task(run: Run, on: str) -> Path:
     if plan.num_nodes > 1 and plan.recipe.parallel.max_restarts:
         what = "parallel.max_restarts: unsupported on several cloud nodes, which share no disk for a common checkpoint"
         raise RunError(what, hint="set it to 0, or train on one node")
+    if plan.num_nodes > 1 and plan.layout.engine == "automodel":
+        what = (
+            "parallel.engine=automodel: NeMo Automodel writes checkpoints to one disk, which cloud nodes do not share"
+        )
+        raise RunError(what, hint="use --slurm or --nodes, or train on one node")
     folder, accelerator = str(run.path.resolve()), find_machine(on).accelerator.name
     task: dict[str, Any] = {
         "name": _name(run),
@@ -300,13 +306,25 @@ def write_task(run: Run, on: str) -> Path:
         "num_nodes": plan.num_nodes,
         "file_mounts": {path: path for path in (folder, *_local_files(plan))},
         "envs": dict(plan.environment),
-        "setup": f"pip install 'tunekit=={version('tunekit')}'\n",
+        "setup": _setup(plan),
         "run": command_of(plan, "python", folder, meeting=MEETING) + "\n",
     }
     path = Path(folder) / TASK
     path.write_text(yaml.safe_dump(task, sort_keys=False, allow_unicode=True, width=1000), encoding="utf-8")
     run.update_status(phase="queued")
     return path
+
+
+def _setup(plan: Plan) -> str:
+    """Return the commands that install tunekit with the engine of a plan."""
+    layout = plan.layout
+    extra = "[deepspeed]" if layout.strategy.startswith("zero") else ""
+    if layout.engine == "automodel":
+        extra = "[automodel]"
+    lines = [f"pip install 'tunekit{extra}=={version('tunekit')}'"]
+    if layout.engine == "automodel":
+        lines.append(f"pip install --no-deps nemo-automodel=={AUTOMODEL_VERSION}")
+    return "\n".join(lines) + "\n"
 
 
 def launch_task(run: Run, task: Path) -> str:

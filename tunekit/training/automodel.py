@@ -50,7 +50,6 @@ class Loop:
 
     state: TrainerState
     control: TrainerControl = field(default_factory=TrainerControl)
-    is_deepspeed_enabled: bool = False
 
     @property
     def accelerator(self) -> "Loop":

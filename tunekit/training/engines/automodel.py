@@ -99,7 +99,7 @@ def configuration(plan: Plan, run_folder: Path, model_type: str, *, first_step: 
     }
     if plan.data.num_eval:
         sections["validation_dataset"] = {**rows, "split": "eval"}
-        sections["validation_dataloader"] = loader
+        sections["validation_dataloader"] = dict(loader)
     return sections
 
 
