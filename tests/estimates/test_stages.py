@@ -205,10 +205,7 @@ def test_tokens_of_all_devices_with_other_experts_are_there():
 
 
 def sent(model, tokens=4096, num_nodes=1, *, again=True, **sizes) -> dict[str, tuple[float, bool]]:
-    transfers = staged_transfers(
-        model, FullAdapter(), "bfloat16", layout(**sizes), num_nodes=num_nodes, num_tokens=tokens,
-        gradient_checkpointing=again,
-    )  # fmt: skip
+    transfers = staged_transfers(model, "bfloat16", layout(**sizes), num_nodes, tokens, gradient_checkpointing=again)
     return {transfer.what: (transfer.sent_bytes, transfer.per_step) for transfer in transfers}
 
 
@@ -245,9 +242,8 @@ def test_a_border_between_nodes_sets_the_pace_of_a_pipeline():
     times = []
     for nodes in (1, 2):
         all_transfers = staged_transfers(
-            LLAMA_8B, FullAdapter(), "bfloat16", layout(dp_shard_size=4, pp_size=2), num_nodes=nodes, num_tokens=4096,
-            gradient_checkpointing=True,
-        )  # fmt: skip
+            LLAMA_8B, "bfloat16", layout(dp_shard_size=4, pp_size=2), nodes, 4096, gradient_checkpointing=True
+        )
         (border,) = (one for one in all_transfers if one.what == "passing activations on")
         times.append(border.seconds(figures).low)
     assert times[1] > 5 * times[0]

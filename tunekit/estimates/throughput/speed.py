@@ -399,6 +399,32 @@ def step_of(
     kept_bytes = (2 if has_ema else 1) * BYTES[trained_dtype] + states_each
     moved_bytes = optimizer_bytes(trained, states_each, trained_dtype, has_ema=has_ema)
     head_again = 2 * steps.head_params(model) * head_share * computes_again
+    num_tokens, gathered_bytes = micro_batch_size * sequences * longest, 0 if cost is None else cost.gathered_bytes
+    if layout.engine == "automodel":
+        transfers = staged_transfers(
+            model,
+            dtype,
+            layout,
+            num_nodes,
+            num_tokens,
+            gradient_checkpointing=gradient_checkpointing,
+            trained_dtype=trained_dtype,
+            update_bytes=gathered_bytes,
+        )
+    else:
+        transfers = steps.transfers_of(
+            model,
+            recipe.adapter,
+            dtype,
+            layout,
+            num_nodes=num_nodes,
+            num_tokens=num_tokens,
+            gradient_checkpointing=gradient_checkpointing,
+            passes=passes,
+            trained_dtype=trained_dtype,
+            offloaded_bytes=offloaded_bytes,
+            update_bytes=gathered_bytes,
+        )
     return Step(
         model_type=model.model_type,
         num_params=model.num_params,
@@ -422,19 +448,7 @@ def step_of(
         optimizer_bytes=moved_bytes / (layout.num_shards * layout.tp_size * layout.pp_size),
         optimizer_flops=0 if cost is None else cost.flops,
         checkpoint_bytes=trained * kept_bytes,
-        transfers=(staged_transfers if layout.engine == "automodel" else steps.transfers_of)(
-            model,
-            recipe.adapter,
-            dtype,
-            layout,
-            num_nodes=num_nodes,
-            num_tokens=micro_batch_size * sequences * longest,
-            gradient_checkpointing=gradient_checkpointing,
-            passes=passes,
-            trained_dtype=trained_dtype,
-            offloaded_bytes=offloaded_bytes,
-            update_bytes=0 if cost is None else cost.gathered_bytes,
-        ),
+        transfers=transfers,
         num_forwards=num_forwards,
         generating=generation,
         before=steps.Before(

@@ -19,27 +19,21 @@ from tunekit.estimates.facts import ModelFacts
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.stages import layers_per_stage, stages_of
 from tunekit.estimates.memory.states import BYTES, Dtype
-from tunekit.estimates.passes import SFT, Passes
 from tunekit.estimates.throughput.step import Hides, Transfer
-from tunekit.recipe.sections.adapters import Adapter
 
 
 def staged_transfers(
     model: ModelFacts,
-    adapter: Adapter,
     dtype: Dtype,
     layout: Layout,
-    *,
     num_nodes: int,
     num_tokens: float,
+    *,
     gradient_checkpointing: bool,
-    passes: Passes = SFT,
     trained_dtype: Dtype = "float32",
-    offloaded_bytes: int = 0,
     update_bytes: int = 0,
 ) -> tuple[Transfer, ...]:
-    """Return all that a device of the largest stage sends in a step; the arguments are those of `transfers_of`."""
-    del adapter, passes, offloaded_bytes
+    """Return all that a device of the largest stage sends in a step; the arguments are as in `transfers_of`."""
     sender = _Sender(model, dtype, layout, num_nodes, num_tokens, trained_dtype)
     everything = [
         *sender.of_states(),
