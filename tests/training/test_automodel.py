@@ -207,6 +207,17 @@ def test_a_run_resumes_in_another_layout(folder, family, layout, to):
 
 
 @pytest.mark.slow
+def test_a_run_that_was_cut_off_before_its_result_resumes_to_it(folder):
+    whole = trained(folder, "llama", "pipeline")
+    run = Run(shutil.copytree(whole.path, folder / "cut off"))
+    shutil.rmtree(run.model_path)
+    run.update_status(phase="interrupted")
+    (run.path / ".saving-model-parts" / "model" / "consolidated").mkdir(parents=True)
+    tunekit.resume(run)
+    torch.testing.assert_close(saved_weights(run.model_path), saved_weights(whole.model_path), rtol=0, atol=0)
+
+
+@pytest.mark.slow
 def test_a_checkpoint_is_of_its_engine(folder):
     for layout, edits in (("FSDP2", ["parallel.engine=accelerate"]), ("one process", ["parallel.engine=automodel"])):
         run = trained(folder, "llama", layout)

@@ -221,6 +221,10 @@ class Hooks:
         parts, plan = self._recipe.model_parts, self.watch.plan
         self._recipe.checkpointer.config.save_consolidated = _consolidation("every")
         aside = draft.with_name(f"{draft.name}-parts")
+        if self.watch.record.place.is_main:
+            # Remains of an interrupted save.
+            shutil.rmtree(aside, ignore_errors=True)
+        torch.distributed.barrier()
         self._recipe.checkpointer.save_model(parts if len(parts) > 1 else parts[0], str(aside))
         if self.watch.record.place.is_main:
             (aside / "model" / "consolidated").rename(draft)
