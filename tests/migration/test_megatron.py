@@ -157,6 +157,8 @@ def test_a_layout_is_that_of_an_engine_or_left_to_the_plan(layout, parallel) -> 
         (LORA, "pipeline_model_parallel_size", "trains in full by sft"),
         ({"packing": True}, "pipeline_model_parallel_size", "trains without packing"),
         ({"moe_aux_loss_coeff": 1e-3}, "pipeline_model_parallel_size", "without the routers' auxiliary loss"),
+        ({"fp8_format": "hybrid"}, "pipeline_model_parallel_size", "by AdamW and without float8"),
+        ({"optimizer": "muon"}, "pipeline_model_parallel_size", "by AdamW and without float8"),
         ({"packing": True}, "context_parallel_size", "trains without packing"),
         ({"model": "Qwen/Qwen3-VL-8B-Instruct"}, "pipeline_model_parallel_size", "trains on text"),
         ({"model": "Qwen/Qwen3-VL-8B-Instruct"}, "expert_model_parallel_size", "rows that have images"),

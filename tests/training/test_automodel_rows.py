@@ -11,6 +11,7 @@ from tunekit.data.prepare import read_dataset
 from tunekit.methods.run_trainer import Order
 from tunekit.training.automodel import rates_of, split_by_decay
 from tunekit.training.automodel_rows import TokenRows, shifted
+from tunekit.training.engines.automodel_patches import on_the_cpu
 
 NUM_ROWS, BATCH, STEPS = 11, 4, 7
 
@@ -91,3 +92,9 @@ def test_learning_rates_are_those_of_the_schedule(run):
         assert rate_of(step) == pytest.approx(scheduler.get_last_lr()[0])
         optimizer.step()
         scheduler.step()
+
+
+def test_a_replaced_function_that_lacks_the_argument_is_an_error():
+    assert on_the_cpu(lambda device, more: (device, more), "device")(more=1) == (torch.device("cpu"), 1)
+    with pytest.raises(AttributeError, match="takes no argument 'device'"):
+        on_the_cpu(lambda: None, "device")

@@ -19,6 +19,9 @@ _EXPERT, _CONTEXT = "expert_model_parallel_size", "context_parallel_size"
 SIZES = (_TENSOR, _PIPELINE, _EXPERT, _CONTEXT)
 """Keys of a layout."""
 
+_ADAMW = ("adamw_torch_fused", "adamw_torch")
+"""Optimizers that NeMo Automodel runs as tunekit does."""
+
 _OF_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 """Names of linear layers that experts do not have."""
 
@@ -92,6 +95,8 @@ def _why_no_pipeline(draft: Draft) -> str | None:
         return "parallel.engine=automodel, which has pipelines, trains without packing"
     if draft.values.get(ROUTER_ARG):
         return "parallel.engine=automodel, which has pipelines, trains without the routers' auxiliary loss"
+    if draft.values.get("train.fp8") or draft.values.get("train.optim", _ADAMW[0]) not in _ADAMW:
+        return "parallel.engine=automodel, which has pipelines, trains by AdamW and without float8"
     return "parallel.engine=automodel, which has pipelines, trains on text" if _has_media(draft) else None
 
 

@@ -61,19 +61,19 @@ def run_on_cpu(architectures: Sequence[str]) -> None:
     vars(torch.cuda)["current_device"] = lambda: 0
     auto_model: Any = importlib.import_module("nemo_automodel._transformers.auto_model")
     for name in DEVICE_TAKERS:
-        setattr(auto_model, name, _with_argument(getattr(auto_model, name), "device"))
+        setattr(auto_model, name, on_the_cpu(getattr(auto_model, name), "device"))
     module, name = ROTARY
     rotary: Any = getattr(importlib.import_module(module), name)
-    rotary.__init__ = _with_argument(rotary.__init__, "device")
+    rotary.__init__ = on_the_cpu(rotary.__init__, "device")
     registry: Any = importlib.import_module("nemo_automodel._transformers.registry")
     classes = registry.ModelRegistry.model_arch_name_to_cls
     for own in [classes[name] for name in architectures if name in classes]:
         if "initialize_weights" in vars(own):
-            own.initialize_weights = _with_argument(own.initialize_weights, "buffer_device")
+            own.initialize_weights = on_the_cpu(own.initialize_weights, "buffer_device")
 
 
-def _with_argument(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return a function that is always called with the CPU as an argument of this name.
+def on_the_cpu(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return a function that is always called with the CPU as the argument of this name.
 
     Raises:
         AttributeError: It takes no such argument.
@@ -84,7 +84,7 @@ def _with_argument(function: Callable[..., Any], name: str) -> Callable[..., Any
 
     @wraps(function)
     def on_cpu(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
+        bound = signature.bind_partial(*args, **kwargs)
         bound.arguments[name] = CPU
         return function(*bound.args, **bound.kwargs)
 
