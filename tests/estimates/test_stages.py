@@ -135,12 +135,12 @@ def test_all_devices_together_hold_the_model_once(pp_size, ep_size):
 
 def test_states_are_those_of_the_largest_stage():
     """Two states in float32 beside float32 weights and gradients: 16 bytes of half of the first stage's parameters."""
-    found = memory(dp_shard_size=2, pp_size=2)
+    planned = memory(dp_shard_size=2, pp_size=2)
     own = (2 * LAYER + TABLE) // 2
-    assert found.parts["weights"] == 4 * own
-    assert found.parts["optimizer"] == pytest.approx(8 * own, rel=1e-3)
+    assert planned.parts["weights"] == 4 * own
+    assert planned.parts["optimizer"] == pytest.approx(8 * own, rel=1e-3)
     # It receives gradients of 32 tokens of 64 values in four tensors: two in flight, and two more.
-    assert found.phases["optimizer"] == pytest.approx(16 * own + 4 * TOKENS * 64 * 2, rel=1e-3)
+    assert planned.phases["optimizer"] == pytest.approx(16 * own + 4 * TOKENS * 64 * 2, rel=1e-3)
 
 
 def test_a_pipeline_holds_whole_weights_and_gradients_until_its_last_micro_batch():
@@ -180,10 +180,12 @@ def test_stages_hold_the_activations_of_micro_batches_in_flight():
 def test_recomputed_stages_keep_inputs():
     tokens, stream = 2**16, 2 * 64
     model = TINY.model_copy(update={"vocab_size": 8})
-    kept, again = (memory(model, micro_batches=8, tokens=tokens, pp_size=4, recomputes=flag) for flag in (False, True))
-    assert again.parts["activations"] < kept.parts["activations"] / 2
+    stored, recomputed = (
+        memory(model, micro_batches=8, tokens=tokens, pp_size=4, recomputes=flag) for flag in (False, True)
+    )
+    assert recomputed.parts["activations"] < stored.parts["activations"] / 2
     # Of the first stage: an input and an output of four micro-batches, and gradients that arrive.
-    assert again.parts["activations"] >= (4 * 2 + 6) * stream * tokens
+    assert recomputed.parts["activations"] >= (4 * 2 + 6) * stream * tokens
 
 
 def test_the_loss_holds_all_logits_as_transformers_does():
@@ -278,11 +280,11 @@ def test_a_real_pipeline_of_torch_needs_as_much(micro_batches, tokens):
 
     What a stage sends stays for longer over gloo: with six micro-batches of many tokens it needs 7 to 10 % more.
     """
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "-m", "tests.estimates.oracle_stages",
          str(micro_batches), str(tokens)],
         cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True, timeout=300,
     )  # fmt: skip
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    lines = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
     traced = [line["bytes"] for line in sorted(lines, key=lambda line: line["stage"])]
     assert estimated(micro_batches, tokens) == [pytest.approx(peak, rel=0.06) for peak in traced]

@@ -1,5 +1,7 @@
 """Recipes that NeMo Automodel is not given: each field that is not known to be honoured is refused by name."""
 
+from typing import get_args
+
 import pytest
 
 from tests.estimates.shapes import LLAMA_8B
@@ -10,6 +12,7 @@ from tunekit.planner.decisions.automodel import HONOURED, INSTALL, VALUES
 from tunekit.planner.resolve import resolve
 from tunekit.probe.model import known_model
 from tunekit.recipe.schema import Recipe
+from tunekit.recipe.sections.section import Section
 
 A3B = known_model("Qwen/Qwen3-30B-A3B")
 
@@ -61,21 +64,22 @@ def test_values_that_change_nothing_are_accepted():
 
 def test_the_lists_name_fields_of_the_recipe():
     for section, names in HONOURED.items():
-        known = Recipe.model_fields[section]
-        fields = {name for kind in _sections(known.annotation) for name in kind.model_fields}
-        assert names <= fields, section
+        assert names <= _fields(section), section
     for key in VALUES:
         section, name = key.split(".")
-        assert name in {
-            field for kind in _sections(Recipe.model_fields[section].annotation) for field in kind.model_fields
-        }
+        assert name in _fields(section)
 
 
-def _sections(annotation):
-    """Section classes of a field, which may be one of several."""
-    if hasattr(annotation, "model_fields"):
+def _fields(section):
+    """Return the fields of a section, or of all that may stand in its place."""
+    return {name for kind in _kinds(Recipe.model_fields[section].annotation) for name in kind.model_fields}
+
+
+def _kinds(annotation):
+    """Return the sections that an annotation names."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
         return [annotation]
-    return [kind for one in getattr(annotation, "__args__", ()) for kind in _sections(one)]
+    return [kind for argument in get_args(annotation) for kind in _kinds(argument)]
 
 
 def test_a_router_loss_that_it_computes_otherwise_is_to_be_switched_off():

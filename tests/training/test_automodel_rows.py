@@ -35,7 +35,7 @@ def run(tmp_path_factory):
 
 
 def real(rows, number):
-    """Whether a row has a trained token."""
+    """Return whether a row has a trained token."""
     return any(label != -100 for label in rows[number]["labels"])
 
 

@@ -18,8 +18,7 @@ from typing import Any, cast
 
 import torch
 import transformers
-from transformers import PreTrainedTokenizerBase, TrainerControl, TrainerState
-from transformers.trainer_pt_utils import get_parameter_names
+from transformers import Trainer, TrainerControl, TrainerState
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from tunekit.errors import NonFiniteError, RunError
@@ -29,7 +28,6 @@ from tunekit.process.garbage import collected_seldom
 from tunekit.process.signals import Wishes
 from tunekit.runs.checkpoints import complete
 from tunekit.runs.fingerprints import check_run_code
-from tunekit.runs.record import give_room
 from tunekit.training.automodel_rows import shifted
 from tunekit.training.callbacks import Boundary, EvaluationLeft, Watch, evaluation_is_due
 from tunekit.training.check_head import NUM_ROWS
@@ -37,11 +35,7 @@ from tunekit.training.check_saved import check_losses
 from tunekit.training.checkpointing.restore import Start, start_of
 from tunekit.training.checkpointing.save import Saver, result_saved
 from tunekit.training.engines import automodel, automodel_patches
-from tunekit.training.model_card import write_card
-from tunekit.training.train import summary
-
-NO_DECAY = (r"bias", r"norm")
-"""Patterns of parameters without weight decay, besides those of torch's norms: the Trainer's (transformers 5.24)."""
+from tunekit.training.train import publish
 
 
 @dataclass
@@ -106,9 +100,10 @@ class Hooks:
         self.boundary.on_step_begin()
         self.watch.on_step_begin()
         heart.mark("forward")
+        rate = self.rate_of(step)
         for optimizer in self._recipe.optimizer:
             for group in optimizer.param_groups:
-                group["lr"] = self.rate_of(step)
+                group["lr"] = rate
         figures = cast(Any, super())._run_train_optim_step(batches, *args)
         heart.mark("optimizer")
         return figures
@@ -252,7 +247,8 @@ def _consolidation(mode: str) -> Any:
 def split_by_decay(model: Any, optimizer: Any) -> None:
     """Divide the parameters of an optimizer as the Trainer does: norms and biases have no weight decay."""
     (group,) = optimizer.param_groups
-    decayed = set(get_parameter_names(model, [torch.nn.LayerNorm, torch.nn.RMSNorm], list(NO_DECAY)))
+    # It reads nothing of a trainer (transformers 5.24).
+    decayed = set(Trainer.get_decay_parameter_names(cast(Any, None), model))
     numbers = {id(parameter) for name, parameter in model.named_parameters() if name in decayed}
     settings = {name: value for name, value in group.items() if name != "params"}
     with_decay = [parameter for parameter in group["params"] if id(parameter) in numbers]
@@ -359,18 +355,7 @@ def load_train_save(watch: Watch, wishes: Wishes) -> bool:
         watch.on_result_saved()
         check_losses(plan, record, probes, recipe.losses_of_rows(probes), draft)
         if place.is_main:
-            _publish(watch, recipe.saver, tokenizer, draft, time.time() - began)
+            publish(watch, recipe.saver, tokenizer, draft, time.time() - began)
     record.update_status(phase="finished", exit_reason="trained to the end")
     record.write("phase", phase="finished")
     return False
-
-
-def _publish(watch: Watch, saver: Saver, tokenizer: PreTrainedTokenizerBase, draft: Path, seconds: float) -> None:
-    """Add tokenizer and card to a saved model, and make it visible."""
-    run = watch.record.run
-    load.save_processor(watch.plan.recipe.model, tokenizer, draft)
-    result = summary(watch, saver, seconds)
-    write_card(run, result, draft)
-    complete.publish_result(draft, run.model_path)
-    watch.record.write("result", **result)
-    give_room(run)

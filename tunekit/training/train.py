@@ -198,18 +198,32 @@ def load_train_save(watch: Watch, wishes: Wishes) -> bool:
             with torch.compiler.set_stance("force_eager"):
                 ready.sample("after", [prompt])
         if place.is_main:
-            load.save_processor(recipe.model, ready.tokenizer, draft)
-            if plan.base.rope_scaling is not None and not isinstance(recipe.adapter, FullAdapter):
-                # PEFT saves an adapter without the configuration that its base was changed to.
-                load.read_config(plan.base).save_pretrained(draft)
-            result = summary(watch, saver, time.time() - began)
-            write_card(run, result, draft)
-            publish_result(draft, run.model_path)
-            record.write("result", **result)
-            give_room(run)
+            publish(watch, saver, ready.tokenizer, draft, time.time() - began)
     record.update_status(phase="finished", exit_reason=saver.stopping.words or "trained to the end")
     record.write("phase", phase="finished")
     return False
+
+
+def publish(watch: Watch, saver: Saver, tokenizer: PreTrainedTokenizerBase, draft: Path, seconds: float) -> None:
+    """Add tokenizer and card to a saved model or adapter, and make it the result of the run, in the main process.
+
+    Args:
+        watch: Watch of the run.
+        saver: Saver of its checkpoints.
+        tokenizer: Tokenizer of the model.
+        draft: Folder of the saved model or adapter.
+        seconds: How long the run took, since it was last started.
+    """
+    run, plan = watch.record.run, watch.plan
+    load.save_processor(plan.recipe.model, tokenizer, draft)
+    if plan.base.rope_scaling is not None and not isinstance(plan.recipe.adapter, FullAdapter):
+        # PEFT saves an adapter without the configuration that its base was changed to.
+        load.read_config(plan.base).save_pretrained(draft)
+    result = _summary(watch, saver, seconds)
+    write_card(run, result, draft)
+    publish_result(draft, run.model_path)
+    watch.record.write("result", **result)
+    give_room(run)
 
 
 def build(
@@ -344,7 +358,7 @@ def forget_overrides(optim: Optim) -> None:
         GlobalOptimManager.get_instance().initialize()
 
 
-def summary(watch: Watch, saver: Saver, seconds: float) -> dict[str, Any]:
+def _summary(watch: Watch, saver: Saver, seconds: float) -> dict[str, Any]:
     """Return the summary of a run for the user and for later plans."""
     run, plan = watch.record.run, watch.plan
     events = run.events()

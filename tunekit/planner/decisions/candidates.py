@@ -567,9 +567,9 @@ def _automodel(setting: Setting) -> Iterator[Candidate]:
             is_piped, why = layout.pp_size > 1, _automodel_words(setting, layout)
             layout = layout.model_copy(update={"sync_each_batch": syncs})
             if is_piped or layout.dp_shard_size <= used.per_node:
-                kept = "from micro-batch to micro-batch" if is_piped and not syncs else "after the forward pass"
+                period = "from micro-batch to micro-batch" if is_piped and not syncs else "after the forward pass"
                 stays = layout.model_copy(update={"reshard_after_forward": False})
-                yield Candidate(stays, used.num_nodes, f"{why}; weights stay gathered {kept}")
+                yield Candidate(stays, used.num_nodes, f"{why}; weights stay gathered {period}")
             if syncs or not is_piped:
                 yield Candidate(layout, used.num_nodes, why)
 

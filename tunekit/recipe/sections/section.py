@@ -417,7 +417,7 @@ Strategy = Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
 its stage."""
 
 Engine = Literal["accelerate", "automodel"]
-"""What divides a model and runs its steps: Accelerate, or NeMo Automodel."""
+"""Library that divides a model and runs its steps: Accelerate, or NeMo Automodel."""
 
 OffloadDevice = Literal["none", "cpu", "nvme"]
 """Where something lies while the device does not need it: it stays, in main memory, or on a disk."""
