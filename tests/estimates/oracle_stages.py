@@ -1,14 +1,15 @@
 """Peak of a step in each stage of a real pipeline: torch's FSDP2 and 1F1B, over gloo, on a CPU.
 
-    python -m torch.distributed.run --nproc-per-node 4 -m tests.estimates.oracle_stages MICRO_BATCHES TOKENS
+    torchrun --standalone --nproc-per-node 4 -m tests.estimates.oracle_stages MICRO_BATCHES TOKENS FILE
 
-prints a line of JSON per stage. Two stages of two layers, each divided over two processes, set up as NeMo Automodel
-does (weights stay gathered, products in bfloat16, gradients summed in float32). Tensors that a stage receives, and its
-float32 shards, are there before the step and not counted.
+writes the bytes of each stage to FILE, as JSON. Two stages of two layers, each divided over two processes, set up as
+NeMo Automodel does (weights stay gathered, products in bfloat16, gradients summed in float32). Tensors that a stage
+receives, and its float32 shards, are there before the step and not counted.
 """
 
 import json
 import sys
+from pathlib import Path
 
 import torch
 from torch import distributed, nn
@@ -54,7 +55,7 @@ def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def main() -> None:
     """Run two steps, and trace the second."""
-    micro_batches, tokens = map(int, sys.argv[1:])
+    micro_batches, tokens = map(int, sys.argv[1:3])
     distributed.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     index = mesh["pp"].get_local_rank()
@@ -79,8 +80,10 @@ def main() -> None:
     live = LiveBytes(list(stage.parameters()))
     with live:
         step()
-    if mesh["dp"].get_local_rank() == 0:
-        print(json.dumps({"stage": index, "bytes": max(live.peaks.values())}), flush=True)
+    peaks: list[int] = [0, 0]
+    distributed.all_gather_object(peaks, max(live.peaks.values()), group=mesh.get_group("pp"))
+    if distributed.get_rank() == 0:
+        Path(sys.argv[3]).write_text(json.dumps(peaks), encoding="utf-8")
     distributed.barrier()
     distributed.destroy_process_group()
 

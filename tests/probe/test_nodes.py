@@ -75,7 +75,7 @@ def test_what_torchrun_tells_its_processes_is_understood():
     """By torchrun itself, of this machine's torch."""
     code = (
         "import os; from tunekit.probe.nodes import read_launch; launch = read_launch(os.environ); "
-        "print(launch.launcher, launch.num_nodes, launch.num_local, flush=True)"
+        "os.write(1, f'{launch.launcher} {launch.num_nodes} {launch.num_local}\\n'.encode())"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--no-python"]
     answer = subprocess.run([*command, sys.executable, "-c", code], capture_output=True, text=True, check=True)
