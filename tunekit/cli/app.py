@@ -489,13 +489,19 @@ def migrate(
         _migrate_folder(file, output, tool, num_devices, as_json=as_json)
         return
     migration = make(file, tool=tool, num_devices=num_devices, arguments=arguments or ())
+    files = {} if output is None else {output.with_name(name): text for name, text in migration.files.items()}
     if output is not None:
-        _write_new(output, migration.text)
+        for path in (output, *files):
+            _check_new(path)
+        for path, text in {**files, output: migration.text}.items():
+            _write_new(path, text)
     if as_json:
         cli.print_json(migration.to_dict())
         return
     console = make_console()
     console.print(*migration_parts(migration), sep="\n")
+    for path in files:
+        print(f"{path}: written; run tunekit in its folder, where functions of recipes are looked up")
     if output is not None:
         print(f"{output}: written; `tunekit plan {output}` shows how it would run")
 
@@ -584,21 +590,28 @@ def _migrate_folder(
     from tunekit.migration.folder import migrate_folder
 
     migrations = migrate_folder(folder, tool=tool, num_devices=num_devices)
-    recipes = [(result.path, result.made.text) for result in migrations.results if result.made is not None]
+    made = [(result.path, result.made) for result in migrations.results if result.made is not None]
     if output is not None:
         if output.exists():
             raise TunekitError(f"'{output}' already exists", hint="pass a new folder, or delete it")
-        for path, text in recipes:
+        for path, migration in made:
             target = output / f"{path}.yaml" if path.suffix not in (".yaml", ".yml") else output / path
             target.parent.mkdir(parents=True, exist_ok=True)
-            _write_new(target, text)
+            for name, text in {target.name: migration.text, **migration.files}.items():
+                _write_new(target.with_name(name), text)
     if as_json:
         cli.print_json(migrations.to_dict())
         return
     console = make_console()
     console.print(*folder_parts(migrations), sep="\n")
     if output is not None:
-        print(f"{output}: {len(recipes)} recipes written")
+        print(f"{output}: {len(made)} recipes written")
+
+
+def _check_new(path: Path) -> None:
+    """Refuse a file that is there already."""
+    if path.exists():
+        raise TunekitError(f"'{path}' already exists", hint="pass another file, or delete it")
 
 
 def _write_new(path: Path, text: str) -> None:

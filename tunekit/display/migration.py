@@ -42,6 +42,8 @@ def migration_parts(made: Migration) -> list[RenderableType]:
         parts += _section(title, explanation, style, rows)
     rows = [("", f"{assumption.key}: {_value(assumption.value)}", assumption.words) for assumption in made.assumed]
     parts += _section("added", f"to match {TOOLS[made.tool]}, where tunekit's default differs", "cyan", rows)
+    files = [("", name, f"{len(text.splitlines())} lines") for name, text in made.files.items()]
+    parts += _section("files", "functions that the recipe needs next to it; -o writes them too", "green", files)
     suspicions = [(str(suspicion.line or ""), suspicion.words) for suspicion in made.suspicious]
     parts += _section("suspicious in the original", "check it again", "yellow", suspicions)
     silent = [line.key for line in made.of_kind("silent")]

@@ -43,6 +43,8 @@ class Draft:
         """The keys of the original that made each of them."""
         self.comments: dict[str, str] = {}
         self.fates: dict[str, Fate] = {}
+        self.files: dict[str, str] = {}
+        """Text of files that the recipe needs next to it, by their names."""
         self.assumed: list[Assumed] = []
         self.suspicious: list[Suspicion] = []
         self.unsaid: list[Line] = []

@@ -114,6 +114,7 @@ def migrate(
         assumed=tuple(draft.assumed),
         suspicious=tuple(sorted(dict.fromkeys(draft.suspicious))),
         unsaid=tuple(draft.unsaid),
+        files=draft.files,
     )
 
 

@@ -1,7 +1,7 @@
 """Result of a migration: a recipe, and the fate of every key of the original."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from tunekit.recipe.schema import Recipe
@@ -75,6 +75,8 @@ class Migration:
     suspicious: tuple[Suspicion, ...]
     unsaid: tuple[Line, ...] = ()
     """Defaults of the tool that differ from the recipe's, where the original sets nothing."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Text of the Python files that the recipe needs next to it, by their names."""
 
     def of_kind(self, kind: Kind) -> tuple[Line, ...]:
         """The keys that something became of."""
@@ -101,6 +103,7 @@ class Migration:
             "file": self.path,
             "tool": self.tool,
             "recipe": self.text,
+            "files": dict(self.files),
             "keys": [vars(line) for line in self.lines],
             "unsaid": [vars(line) for line in self.unsaid],
             "assumed": [assumption._asdict() for assumption in self.assumed],

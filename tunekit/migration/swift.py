@@ -3,16 +3,18 @@
 import json
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tunekit.migration import distillation, images, optimizers
 from tunekit.migration import training as hf
-from tunekit.migration.draft import Draft, UnfitError, carried, number, reason, text, truth, whole
+from tunekit.migration.draft import Draft, UnfitError, carried, names, number, reason, text, truth, whole
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Fate, Kind
-from tunekit.migration.table import tool_rules
+from tunekit.migration.swift_plugins import Plugin, module_name, read_plugin
+from tunekit.migration.table import tool_rules, tool_table
 from tunekit.migration.vocabulary import same_template
 from tunekit.recipe.reading.parse import plain_scalar
 from tunekit.recipe.sections.adapters import AdaloraAdapter, PeftAdapter, VeraAdapter
@@ -300,12 +302,108 @@ def _assume_images(draft: Draft) -> None:
 
 
 def columns(draft: Draft, entry: Entry) -> Fate:
-    """Columns by their names in the file, and those that ms-swift reads, many of which tunekit has as well."""
+    """Columns by their names in the file, and those that ms-swift reads, many of which tunekit has as well.
+
+    Rewards read theirs by the names in the file.
+    """
     mapping = _mapping(draft, entry)
     unknown = [theirs for theirs in mapping.values() if theirs not in _SAME_COLUMNS]
-    if unknown:
-        raise UnfitError(f"no column of tunekit's: {', '.join(map(str, unknown))}; map it with data.columns")
-    return draft.carry(entry, "data.columns", {str(theirs): str(name) for name, theirs in mapping.items()})
+    unread = [theirs for theirs in unknown if theirs not in _columns_of_rewards(draft)]
+    if unread:
+        raise UnfitError(f"no column of tunekit's: {', '.join(map(str, unread))}; map it with data.columns")
+    of_rows = {str(theirs): str(name) for name, theirs in mapping.items() if theirs not in unknown}
+    if not of_rows:
+        return Fate("carried", "method.rewards: columns by their names in the file")
+    return draft.carry(entry, "data.columns", of_rows)
+
+
+def _reward_names(draft: Draft) -> list[str]:
+    return names(draft.get("reward_funcs") or [])
+
+
+def _columns_of_rewards(draft: Draft) -> set[str]:
+    """Columns that rewards read, by ms-swift's names."""
+    columns = set()
+    plugins, built_in = _plugins(draft), tool_table("trainer").words["rewards"]
+    for name in _reward_names(draft):
+        plugin = next((plugin for plugin in plugins if name in plugin.rewards), None)
+        if plugin is None:
+            columns.add(built_in.get(name, {}).get("column"))
+        else:
+            with suppress(UnfitError):
+                columns |= plugin.columns_of(name)
+    return columns - {None}
+
+
+def _plugins(draft: Draft) -> list[Plugin]:
+    """The plugins that can be read; the others are reported at their own key."""
+    plugins = []
+    for path in names(draft.get("external_plugins") or []):
+        with suppress(UnfitError):
+            plugins.append(read_plugin(path))
+    return plugins
+
+
+def plugins(draft: Draft, entry: Entry) -> Fate:
+    """Files with code of the user's own, of which rewards are carried over."""
+    fate = Fate("silent", "registers rewards that are not in reward_funcs")
+    for path in names(entry.value):
+        plugin = read_plugin(path)
+        if {*plugin.rewards} & {*_reward_names(draft)}:
+            fate = Fate("carried", "method.rewards")
+        elif not plugin.only_registers:
+            where = "data.format or method.rewards"
+            raise UnfitError(f"{path} registers none of reward_funcs; set your function as module:function in {where}")
+    return fate
+
+
+def rewards(draft: Draft, entry: Entry) -> Fate:
+    """The rewards by their names: those of plugins are copied to a file of functions."""
+    by_column: dict[str, str] = {}
+    if draft.get("columns") is not None:
+        with suppress(UnfitError):
+            line = draft.line_of("columns")
+            mapping = _mapping(draft, Entry("columns", draft.get("columns"), line))
+            by_column = {str(theirs): str(name) for name, theirs in mapping.items()}
+    all_plugins, copied = _plugins(draft), dict[int, list[str]]()
+
+    def reward_of(name: str) -> dict[str, Any] | None:
+        place = next((place for place, plugin in enumerate(all_plugins) if name in plugin.rewards), None)
+        if place is None:
+            return _own_reward(draft, name, by_column)
+        all_plugins[place].module([name], by_column)
+        copied.setdefault(place, []).append(name)
+        return {"type": "function", "path": f"{module_name(draft.original.path, place)}:{name}"}
+
+    try:
+        return hf.rewards(draft, entry, reward_of)
+    finally:
+        for place, of_plugin in copied.items():
+            file = f"{module_name(draft.original.path, place)}.py"
+            draft.files[file] = all_plugins[place].module(of_plugin, by_column)
+
+
+def _own_reward(draft: Draft, name: str, by_column: Mapping[str, str]) -> dict[str, Any] | None:
+    """A reward that comes with ms-swift, or is a function of the user's."""
+    if name == "soft_overlong":
+        longest = whole(draft.get("soft_max_length", draft.get("max_completion_length", 512)))
+        return {"type": "length", "max_tokens": longest, "free_tokens": longest - whole(draft.get("soft_cache_length"))}
+    reward = hf.named_reward(name)
+    if reward is None:
+        return None
+    if name == "repetition":
+        reward |= {"ngram_size": whole(draft.get("repetition_n_grams", 3))}
+    if "column" in reward:
+        reward["column"] = by_column.get(reward["column"], reward["column"])
+    return reward
+
+
+def of_reward(draft: Draft, entry: Entry) -> Fate:
+    """A setting of a reward that ms-swift brings."""
+    name = {"repetition_n_grams": "repetition"}.get(entry.key, "soft_overlong")
+    if name not in _reward_names(draft):
+        return Fate("silent", f"only used with the reward {name}")
+    return Fate("carried", "method.rewards")
 
 
 def model_kwargs(draft: Draft, entry: Entry) -> Fate:

@@ -4,6 +4,7 @@ TRL, LLaMA-Factory and ms-swift pass these arguments on under their own names.
 """
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -286,13 +287,23 @@ def bits(draft: Draft, entry: Entry) -> Fate:
     return Fate("different", words)
 
 
-def rewards(draft: Draft, entry: Entry) -> Fate:
-    """The rewards by their names: those that tunekit has as well, and functions of the user's own."""
+def rewards(draft: Draft, entry: Entry, reward_of: Callable[[str], dict[str, Any] | None] | None = None) -> Fate:
+    """The rewards by their names: those that tunekit has as well, and functions of the user's own.
+
+    Args:
+        draft: What is made.
+        entry: The names.
+        reward_of: A reward by its name; None where it is unknown. Default: `named_reward`.
+    """
     weights = draft.get(entry.key.replace("reward_funcs", "reward_weights")) or []
     weights = weights if isinstance(weights, list) else [weights]
-    converted, lost = [], []
+    converted, lost, problems = [], [], []
     for place, name in enumerate(names(entry.value)):
-        reward = _reward(name)
+        try:
+            reward = (reward_of or named_reward)(name)
+        except UnfitError as error:
+            problems.append(str(error))
+            continue
         if reward is None:
             lost.append(name)
             continue
@@ -302,11 +313,13 @@ def rewards(draft: Draft, entry: Entry) -> Fate:
         draft.put("method.rewards", converted, entry.key)
     if lost:
         hint = "use module:function of a file in the working directory"
-        raise UnfitError(f"unknown reward: {', '.join(lost)}; {hint}, or `tunekit explain method.rewards`")
+        problems.append(f"unknown reward: {', '.join(lost)}; {hint}, or `tunekit explain method.rewards`")
+    if problems:
+        raise UnfitError("; ".join(problems))
     return carried("method.rewards", converted)
 
 
-def _reward(name: str) -> dict[str, Any] | None:
+def named_reward(name: str) -> dict[str, Any] | None:
     """A reward by its name elsewhere; None where there is none, here or in a file of the user's."""
     known = tool_table("trainer").words["rewards"]
     if name in known:
