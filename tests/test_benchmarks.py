@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu, kernels, models, tables, train, webui
+from benchmarks import gpu, kernels, models, peers, tables, train, webui
 from tests.kernels.interpreter import interpreted
 
 ROOT = Path(__file__).parents[1]
@@ -65,6 +65,20 @@ def test_all_that_is_measured_on_a_gpu_runs_tiny_on_a_cpu_and_goes_on(tmp_path, 
     # What is measured is not measured again.
     assert gpu.main(["--cpu-dry-run", "--results", str(tmp_path), "--only", "device", "tests", "train"]) == 0
     assert "tokens/s" not in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_runs_are_timed_from_outside(capfd):
+    assert peers.main(["--tools", "--cases", "packed", "--runs", "1", "--busy"]) == 0
+    printed = capfd.readouterr().out.splitlines()
+    (row,) = {line for line in printed if line.startswith("| packed | tunekit ")}
+    first, whole, step, cpu, memory, speed = (
+        float(cell.split()[0].replace(",", "")) for cell in row.strip("| ").split(" | ")[2:]
+    )
+    assert 0 < first < whole and step * (peers.NUM_STEPS - 1) < whole and cpu > 1
+    assert memory > 200 and speed == pytest.approx(peers.BATCH * peers.LENGTH / step, rel=0.1)
+    assert sum(line.startswith(("| misspelt key | tunekit", "| missing file | tunekit")) for line in printed) == 2
+    assert all(line.endswith("| yes |") for line in printed if line.startswith(("| misspelt", "| missing")))
 
 
 @pytest.mark.slow

@@ -36,6 +36,7 @@ from tunekit.planner.variants import Largest, Variant, Variants, combinations
 from tunekit.probe.hardware import probe_hardware
 from tunekit.probe.model import probe_model
 from tunekit.probe.nodes import with_started
+from tunekit.process.garbage import collected_seldom
 from tunekit.process.log_capture import library_words_to
 from tunekit.recipe.load import AnyOverrides
 from tunekit.recipe.methods import generates, has_teacher, is_rewarded, list_methods
@@ -476,8 +477,9 @@ def _start(make: Callable[[], Run], on_event: Callable[[Event], None] | None, *,
         from tunekit.launching.external import train_joined
 
         return train_joined(place, make, on_event)
-    run = make()
-    from tunekit.launching.local import begin, launch
+    with collected_seldom():
+        run = make()
+        from tunekit.launching.local import begin, launch
 
     begin(run)
     with turn(run, waits=queue, listener=on_event):

@@ -8,6 +8,7 @@ did not reproduce its run; of a run that was stopped 130 after Ctrl-C, 143 after
 `tunekit stop` and SIGUSR1.
 """
 
+import atexit
 import copy
 import importlib.util
 import json
@@ -31,6 +32,7 @@ from tunekit.cli.runs import compare, rerun, runs_app
 from tunekit.cli.sweep import show_sweep, sweep
 from tunekit.cli.train import launch, resume, stop, train
 from tunekit.errors import DependencyError, PlanError, TunekitError, writing
+from tunekit.process.garbage import leave_to_the_system
 from tunekit.process.log_capture import send_nothing
 from tunekit.redact import Redacting, open_standard_streams
 
@@ -91,6 +93,7 @@ def main() -> None:
     # Not even a defect's traceback shows a secret.
     sys.stdout, sys.stderr = Redacting(sys.stdout), Redacting(sys.stderr)
     send_nothing()
+    atexit.register(leave_to_the_system)
     try:
         _check_no_dashes(sys.argv[1:])
         app()

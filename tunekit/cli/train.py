@@ -12,6 +12,7 @@ from typer import Argument, Option
 from tunekit.cli import completion
 from tunekit.cli.options import AnnounceOption, NodesOption, OverridesArgument, RecipeArgument
 from tunekit.errors import Stopped, TunekitError
+from tunekit.process.garbage import collected_seldom
 from tunekit.redact import outlive_readers
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ def train(
     announce_to: AnnounceOption = None,
 ) -> None:
     """Plan and run training, then print a summary."""
-    from tunekit.api import verbs
+    with collected_seldom():
+        from tunekit.api import verbs
     from tunekit.runs.small_files import place_of
 
     words = overrides or []

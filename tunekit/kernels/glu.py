@@ -88,7 +88,8 @@ def _added(x: Tensor, low: Low | None) -> Tensor:
         return x
     h, b, scale = low
     with without_autocast(x.device.type):
-        return x + (scale * (h.to(x.dtype) @ b.to(x.dtype).T)).view(x.shape)
+        hidden = h.to(x.dtype).flatten(0, -2)
+        return torch.addmm(x.flatten(0, -2), hidden, b.to(x.dtype).T, alpha=scale).view(x.shape)
 
 
 def _activated(x: Tensor, activation: str) -> Tensor:

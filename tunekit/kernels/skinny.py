@@ -40,7 +40,9 @@ def dual_skinny(dy: Tensor, b: Tensor, h: Tensor, scale: float) -> tuple[Tensor,
     """
     if uses_triton(dy) and dy.element_size() == 2 and b.shape[1] <= MAX_RANK:
         return _launch_dual_skinny(dy, b, h, scale)
-    return (dy @ b).mul_(scale), (dy.T @ h).to(_sum_dtype(dy)).mul_(scale)
+    # In these forms BLAS on a CPU takes half the time and less for few columns.
+    p = torch.nn.functional.linear(dy, b.T.contiguous()).mul_(scale)
+    return p, (h.T @ dy).T.to(_sum_dtype(dy)).contiguous().mul_(scale)
 
 
 @dual_skinny.register_fake

@@ -26,7 +26,7 @@ from tunekit.models.load import (
     unrounded,
 )
 from tunekit.planner.plan import VARLEN, Plan, Schedule
-from tunekit.process.garbage import collected_seldom
+from tunekit.process.garbage import collected_seldom, set_aside
 from tunekit.process.signals import Wishes
 from tunekit.recipe.methods import has_teacher
 from tunekit.recipe.schema import Recipe
@@ -166,7 +166,7 @@ def load_train_save(watch: Watch, wishes: Wishes) -> bool:
     trainer, saver, boundary = ready.trainer, ready.saver, ready.boundary
     newest, prompts = ready.start.newest.path, sample_prompts(run, recipe)
     try:
-        with saver:
+        with saver, set_aside():
             trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
         if boundary.has_ended():
             return True

@@ -5,6 +5,7 @@ Library output goes to the run's log, and what matters to the events. One of sev
 Libraries read their variables on import, so nothing here imports one before the plan's variables are set.
 """
 
+import atexit
 import os
 import sys
 import time
@@ -15,7 +16,7 @@ from tunekit.errors import DataWorkerError, ExchangeError, MemoryShortError, Run
 from tunekit.planner.decisions.shortage import change_that_fits
 from tunekit.probe.model import probe_model
 from tunekit.process import watchdog
-from tunekit.process.garbage import collected_seldom
+from tunekit.process.garbage import collected_seldom, leave_to_the_system
 from tunekit.process.log_capture import library_words_to, send_nothing_at_all
 from tunekit.process.processes import follow_supervisor, is_supervised, open_store
 from tunekit.process.signals import Ending, Wishes
@@ -98,7 +99,10 @@ def _train(record: Record, heart: watchdog.Heart, wishes: Wishes, *, supervised:
     os.environ.update(plan.environment)
     set_allocator(plan.environment)
     with collected_seldom():
-        from tunekit.training.callbacks import Watch
+        from tunekit.training.compiled_later import compiled_later
+
+        with compiled_later():
+            from tunekit.training.callbacks import Watch
 
     watch = Watch(record, plan, heart)
     try:
@@ -178,6 +182,7 @@ def main() -> None:
     if supervised:
         follow_supervisor()
     store = open_store()
+    atexit.register(leave_to_the_system)
     run, place = Run(sys.argv[1]), place_of()
     if not supervised and place.is_main:
         # Nobody else says that the run starts, or goes on.
