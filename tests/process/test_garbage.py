@@ -43,6 +43,18 @@ assert gc.get_freeze_count()  # somebody else's
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
+def test_triton_reports_no_leaks():
+    code = """
+import atexit
+from tunekit.process.garbage import leave_to_the_system
+atexit.register(leave_to_the_system)
+import triton
+"""
+    ended = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert (ended.stdout, ended.stderr) == ("", "")
+
+
 def test_a_program_ends_with_what_it_has_written(tmp_path):
     """Functions at its end run, files in cycles are written, and its status is its own."""
     code = """
