@@ -6,8 +6,8 @@
 All train the same tiny Llama on the same rows, by their own commands and with what they do by default, in float32 on
 all cores of the CPU. The runs take turns, and each waits until the machine is quiet. Optimizer steps are timed by a
 hook of torch within their processes; memory is the largest sum of resident sets of all processes, sampled. Ratios are
-to the best other tool in the same row. `errors` are seconds until a configuration with a misspelt key, or of rows that
-are not there, is refused.
+to the best other tool in the same row. The second table has the seconds until a configuration with a misspelt key, or
+of rows that are not there, is refused.
 """
 
 import argparse
@@ -83,7 +83,7 @@ if "STEP_NOTES" in os.environ:
 
 @dataclass(frozen=True)
 class Figures:
-    """What a run took."""
+    """Times and memory of a run."""
 
     first_step: float
     """Seconds from the command to the end of the first optimizer step."""
@@ -104,7 +104,7 @@ class Outcome:
     status: int
     """Exit status."""
     text: str
-    """What it printed."""
+    """Its output."""
     seconds: float
     figures: Figures | None = None
     """None unless it took all steps and ended well."""
@@ -135,25 +135,19 @@ def write_inputs(folder: Path) -> float:
     def text(low: int, high: int) -> str:
         return " ".join(rng.choices(words, k=rng.randint(low, high)))
 
-    def chat(*answers: str) -> list[dict[str, str]]:
-        return [{"role": "user", "content": text(5, 30)}, {"role": "assistant", "content": answers[0]}]
+    def question() -> dict[str, str]:
+        return {"role": "user", "content": text(5, 30)}
 
-    chats = [chat(text(20, 110)) for _ in range(NUM_ROWS)]
-    pairs = [(chat(""), text(10, 50), text(10, 50)) for _ in range(NUM_ROWS)]
+    answers = [(_answer(text(20, 110)), question()) for _ in range(NUM_ROWS)]
+    chats = [[asked, answer] for answer, asked in answers]
+    pairs = [(question(), _answer(text(10, 50)), _answer(text(10, 50))) for _ in range(NUM_ROWS)]
     save_jsonl(folder / "rows.jsonl", [{"messages": messages} for messages in chats])
     save_jsonl(
         folder / "pairs.jsonl",
-        [
-            {
-                "prompt": messages[:1],
-                "chosen": [{"role": "assistant", "content": good}],
-                "rejected": [{"role": "assistant", "content": bad}],
-            }
-            for messages, good, bad in pairs
-        ],
+        [{"prompt": [asked], "chosen": [good], "rejected": [bad]} for asked, good, bad in pairs],
     )
     columns = {"tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}}
-    turns = [{"messages": m[:1], "chosen": _answer(good), "rejected": _answer(bad)} for m, good, bad in pairs]
+    turns = [{"messages": [asked], "chosen": good, "rejected": bad} for asked, good, bad in pairs]
     save_jsonl(folder / "turns.jsonl", turns)
     of_chats = {"formatting": "sharegpt", "columns": {"messages": "messages"}, **columns}
     of_pairs = {

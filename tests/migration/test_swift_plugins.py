@@ -137,6 +137,16 @@ def test_columns_that_are_read_by_key_are_renamed_too():
     assert "is no name of a parameter" in words(made("hinted", """--columns '{"a b": "hint"}'"""), "reward_funcs")[1]
 
 
+def test_columns_of_a_file_in_yaml_are_renamed_too():
+    Path("run.yaml").write_text(
+        "rlhf_type: grpo\nmodel: m\ndataset: [rows.jsonl]\nexternal_plugins: [plugin.py]\nreward_funcs: [digits]\n"
+        "columns:\n  answer: solution\nnum_generations: 2\nper_device_train_batch_size: 2\nmax_length: 64\n"
+    )
+    report = migrate("run.yaml", tool="ms-swift")
+    assert words(report, "columns.answer")[0] == "carried"
+    assert "def digits(completions, answer, **columns):" in report.files["run_yaml_rewards.py"]
+
+
 def test_a_column_with_a_default_may_be_missing():
     Path("plugin.py").write_text(
         "from swift.plugin import ORM, orms\n\nclass A(ORM):\n"
@@ -214,9 +224,9 @@ def test_the_functions_reward_what_a_model_generates():
     written = run_command("migrate", "run.sh", "-o", "mine.yaml")
     assert written.returncode == 0 and "run_sh_rewards.py: written" in written.stdout
     trial = tunekit.try_rewards("mine.yaml", num_prompts=4)
-    given = [answer for group in trial.groups for answer in group.answers]
-    expected = [2.0 * (len(re.findall(r"\d+", answer.text)) - 1) for answer in given]
-    assert [answer.values for answer in given] == [(value,) for value in expected]
+    answers = [answer for group in trial.groups for answer in group.answers]
+    expected = [2.0 * (len(re.findall(r"\d+", answer.text)) - 1) for answer in answers]
+    assert [answer.values for answer in answers] == [(value,) for value in expected]
     assert len(set(expected)) > 1
 
 
@@ -229,5 +239,5 @@ def test_files_are_written_next_to_the_recipe_or_nothing_is():
     assert not Path("mine.yaml").exists() and Path("new_sh_rewards.py").read_text() == "mine = 1\n"
     assert run_command("migrate", ".", "-o", "out").returncode == 0
     assert (Path("out") / "new_sh_rewards.py").is_file()
-    told = json.loads(run_command("migrate", "new.sh", "--json").stdout)
-    assert "def digits(" in told["files"]["new_sh_rewards.py"]
+    printed = json.loads(run_command("migrate", "new.sh", "--json").stdout)
+    assert "def digits(" in printed["files"]["new_sh_rewards.py"]

@@ -15,7 +15,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -494,10 +494,7 @@ def migrate(
     migration = make(file, tool=tool, num_devices=num_devices, arguments=arguments or ())
     files = {} if output is None else {output.with_name(name): text for name, text in migration.files.items()}
     if output is not None:
-        for path in (output, *files):
-            _check_new(path)
-        for path, text in {**files, output: migration.text}.items():
-            _write_new(path, text)
+        _write_new({**files, output: migration.text})
     if as_json:
         cli.print_json(migration.to_dict())
         return
@@ -593,36 +590,33 @@ def _migrate_folder(
     from tunekit.migration.folder import migrate_folder
 
     migrations = migrate_folder(folder, tool=tool, num_devices=num_devices)
-    made = [(result.path, result.made) for result in migrations.results if result.made is not None]
+    migrated = [(result.path, result.made) for result in migrations.results if result.made is not None]
     if output is not None:
         if output.exists():
             raise TunekitError(f"'{output}' already exists", hint="pass a new folder, or delete it")
-        for path, migration in made:
+        for path, migration in migrated:
             target = output / f"{path}.yaml" if path.suffix not in (".yaml", ".yml") else output / path
             target.parent.mkdir(parents=True, exist_ok=True)
-            for name, text in {target.name: migration.text, **migration.files}.items():
-                _write_new(target.with_name(name), text)
+            files = {target.with_name(name): text for name, text in migration.files.items()}
+            _write_new({**files, target: migration.text})
     if as_json:
         cli.print_json(migrations.to_dict())
         return
     console = make_console()
     console.print(*folder_parts(migrations), sep="\n")
     if output is not None:
-        print(f"{output}: {len(made)} recipes written")
+        print(f"{output}: {len(migrated)} recipes written")
 
 
-def _check_new(path: Path) -> None:
-    """Refuse a file that is there already."""
-    if path.exists():
-        raise TunekitError(f"'{path}' already exists", hint="pass another file, or delete it")
-
-
-def _write_new(path: Path, text: str) -> None:
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError as error:
-        raise TunekitError(f"'{path}' already exists", hint="pass another file, or delete it") from error
-    except OSError as error:
-        problem = f"cannot write '{path}': {error.strerror}"
-        raise TunekitError(problem, hint="pass a file in an existing folder") from error
+def _write_new(files: Mapping[Path, str]) -> None:
+    """Write files, or none if one of them is there already."""
+    for path in files:
+        if path.exists():
+            raise TunekitError(f"'{path}' already exists", hint="pass another file, or delete it")
+    for path, text in files.items():
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            problem = f"cannot write '{path}': {error.strerror}"
+            raise TunekitError(problem, hint="pass a file in an existing folder") from error

@@ -359,28 +359,27 @@ def plugins(draft: Draft, entry: Entry) -> Fate:
 
 def rewards(draft: Draft, entry: Entry) -> Fate:
     """The rewards by their names: those of plugins are copied to a file of functions."""
-    by_column: dict[str, str] = {}
-    if draft.get("columns") is not None:
-        with suppress(UnfitError):
-            line = draft.line_of("columns")
-            mapping = _mapping(draft, Entry("columns", draft.get("columns"), line))
-            by_column = {str(theirs): str(name) for name, theirs in mapping.items()}
-    all_plugins, copied = _plugins(draft), dict[int, list[str]]()
+    all_plugins, by_column, copied = _plugins(draft), _renamed(draft), dict[int, list[str]]()
 
     def reward_of(name: str) -> dict[str, Any] | None:
         place = next((place for place, plugin in enumerate(all_plugins) if name in plugin.rewards), None)
         if place is None:
             return _own_reward(draft, name, by_column)
-        all_plugins[place].module([name], by_column)
-        copied.setdefault(place, []).append(name)
-        return {"type": "function", "path": f"{module_name(draft.original.path, place)}:{name}"}
+        module, of_plugin = module_name(draft.original.path, place), copied.setdefault(place, [])
+        draft.files[f"{module}.py"] = all_plugins[place].module([*of_plugin, name], by_column)
+        of_plugin.append(name)
+        return {"type": "function", "path": f"{module}:{name}"}
 
-    try:
-        return hf.rewards(draft, entry, reward_of)
-    finally:
-        for place, of_plugin in copied.items():
-            file = f"{module_name(draft.original.path, place)}.py"
-            draft.files[file] = all_plugins[place].module(of_plugin, by_column)
+    return hf.rewards(draft, entry, reward_of)
+
+
+def _renamed(draft: Draft) -> dict[str, str]:
+    """Columns by ms-swift's names, with those in the file; a mapping that cannot be read is reported at its own key."""
+    value = draft.get("columns", {})
+    with suppress(UnfitError):
+        mapping = value if isinstance(value, dict) else _mapping(draft, Entry("columns", value, 0))
+        return {str(theirs): str(name) for name, theirs in mapping.items()}
+    return {}
 
 
 def _own_reward(draft: Draft, name: str, by_column: Mapping[str, str]) -> dict[str, Any] | None:

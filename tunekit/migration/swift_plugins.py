@@ -24,13 +24,14 @@ _ROLLOUT = {
     "messages", "images", "videos", "audios", "tools", "objects", "prompt_id", "request_id", "finish_reason",
     "is_truncated", "rollout_infos", "response_token_ids", "trajectory_inputs",
 }  # fmt: skip
-"""What ms-swift passes to rewards besides the columns of the rows."""
+"""Arguments of rewards in ms-swift besides the columns of the rows."""
 
 _STAND_IN = '''class ORM:
     """In place of the base class of ms-swift's rewards."""
 
     def __init__(self, args=None, **kwargs):
         pass'''
+_BASE_CLASS = ast.parse(_STAND_IN).body[0]
 
 _TEXTS = '''def _texts(completions):
     """The answers as texts, as ms-swift passes them."""
@@ -60,7 +61,10 @@ class Plugin:
     @property
     def _definitions(self) -> dict[str, ast.stmt]:
         """Statements of the file by the names that they bind; the last one counts."""
-        return {name: statement for statement in self.body for name in _bound(statement)}
+        definitions = {name: statement for statement in self.body for name in _bound(statement)}
+        if _BASE not in definitions or _is_of_swift(definitions[_BASE]):
+            definitions[_BASE] = _BASE_CLASS
+        return definitions
 
     def columns_of(self, reward: str) -> set[str]:
         """Names of the columns that a reward reads.
@@ -69,7 +73,7 @@ class Plugin:
             UnfitError: It cannot be copied.
         """
         needed = self._needed(reward)
-        return {*_parameters(self._call(reward, needed)), *_read_by_key(needed)} - {"trainer_state"}
+        return _read_names(self._call(reward, needed), needed)
 
     def module(self, names: Sequence[str], columns: Mapping[str, str]) -> str:
         """Return a Python module with a function for each of the rewards.
@@ -86,16 +90,14 @@ class Plugin:
         for name in names:
             of_class = self._needed(name)
             needed |= of_class
-            functions.append(self._function(name, self.rewards[name], of_class, columns))
-        statements = [statement for statement in self.body if statement in needed]
-        uses_base = any(_BASE in _globals_of(self._source(node), self.path) for node in needed)
-        stand_in = [_STAND_IN] if uses_base and self._definitions.get(_BASE) not in needed else []
+            functions.append(self._function(name, of_class, columns))
+        statements = [statement for statement in (_BASE_CLASS, *self.body) if statement in needed]
         head = [f'"""Rewards of {self.path.name}, a plugin of ms-swift, as functions of TRL\'s signature."""']
         head += [self._source(node) for node in statements if _is_future(node)]
         imports = [self._source(node) for node in statements if _is_import(node) and not _is_future(node)]
         copied = [self._source(node) for node in statements if not _is_import(node)]
         parts = ["\n".join(imports)] if imports else []
-        return "\n\n\n".join(["\n\n".join([*head, *parts]), *stand_in, *copied, _TEXTS, *functions]) + "\n"
+        return "\n\n\n".join(["\n\n".join([*head, *parts]), *copied, _TEXTS, *functions]) + "\n"
 
     def _needed(self, reward: str) -> set[ast.stmt]:
         """The statements of the file that a reward's class is made of."""
@@ -104,8 +106,6 @@ class Plugin:
         while wanted:
             name = wanted.pop()
             statement = definitions.get(name)
-            if name == _BASE and (statement is None or _is_of_swift(statement)):
-                continue
             if statement is None:
                 if name not in dir(builtins) and not name.startswith("__"):
                     raise UnfitError(f"{reward}: {self.path} does not define {name}")
@@ -119,19 +119,20 @@ class Plugin:
                 wanted += _globals_of(self._source(statement), self.path)
         return needed
 
-    def _function(self, reward: str, name: str, needed: set[ast.stmt], columns: Mapping[str, str]) -> str:
+    def _function(self, reward: str, needed: set[ast.stmt], columns: Mapping[str, str]) -> str:
         """The source of a function that calls an object of the class."""
         if not reward.isidentifier() or keyword.iskeyword(reward):
             raise UnfitError(f"{reward}: is no name of a function; rename it in {self.path}")
-        required = _parameters(self._call(reward, needed), required=True)
+        name, call = self.rewards[reward], self._call(reward, needed)
         for of_class in _classes(needed).values():
             _check_arguments(reward, of_class)
-        read_names = self.columns_of(reward)
+        read_names = _read_names(call, needed)
         missing = sorted(_ROLLOUT & read_names)
         if missing:
             raise UnfitError(f"{reward}: reads {', '.join(missing)}, which TRL's trainer does not pass")
         # The others are among the further columns, by the same names.
-        column_of = {read: columns.get(read, read) for read in sorted(read_names) if read in {*required, *columns}}
+        named = {*_parameters(call, skip=2, required=True), *columns}
+        column_of = {read: columns.get(read, read) for read in sorted(read_names & named)}
         for column in column_of.values():
             if not column.isidentifier() or keyword.iskeyword(column):
                 raise UnfitError(f"{reward}: the column {column!r} is no name of a parameter; rename it in the rows")
@@ -170,7 +171,11 @@ class Plugin:
 
     def _source(self, statement: ast.stmt) -> str:
         """The text of a statement, with its decorators."""
-        first = min([statement.lineno, *(node.lineno for node in getattr(statement, "decorator_list", []))])
+        if statement is _BASE_CLASS:
+            return _STAND_IN
+        first = statement.lineno
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            first = min([first, *(decorator.lineno for decorator in statement.decorator_list)])
         return "\n".join(self.text.split("\n")[first - 1 : statement.end_lineno])
 
 
@@ -211,7 +216,7 @@ def _registered(statement: ast.stmt) -> Iterator[tuple[str, str]]:
             yield target.slice.value, statement.value.id
 
 
-def _bound(statement: ast.stmt) -> Iterator[str]:
+def _bound(statement: ast.AST) -> Iterator[str]:
     """Names that a statement binds in its module: of an import, a definition, or an assignment, also in a branch."""
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         yield statement.name
@@ -221,7 +226,7 @@ def _bound(statement: ast.stmt) -> Iterator[str]:
         return
     for part in ast.iter_child_nodes(statement):
         if isinstance(part, ast.stmt | ast.excepthandler | ast.withitem):
-            yield from _bound(part)  # type: ignore[arg-type]  # parts of a statement are walked alike
+            yield from _bound(part)
         else:
             yield from (
                 node.id for node in ast.walk(part) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
@@ -279,14 +284,19 @@ def _classes(statements: Iterable[ast.stmt]) -> dict[str, ast.ClassDef]:
     return {node.name: node for node in statements if isinstance(node, ast.ClassDef)}
 
 
-def _parameters(call: ast.FunctionDef, *, required: bool = False) -> list[str]:
-    """Names of the parameters behind the object and its answers, or of those without a default."""
-    arguments = call.args
+def _read_names(call: ast.FunctionDef, needed: set[ast.stmt]) -> set[str]:
+    """Names by which a reward reads more than the answers."""
+    return {*_parameters(call, skip=2), *_read_by_key(needed)} - {"trainer_state"}
+
+
+def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef, *, skip: int, required: bool = False) -> list[str]:
+    """Names of the parameters behind the first ones, or of those without a default."""
+    arguments = function.args
     by_place = [*arguments.posonlyargs, *arguments.args]
     num_defaults = len(arguments.defaults)
     defaults = [*[None] * (len(by_place) - num_defaults), *arguments.defaults, *arguments.kw_defaults]
     pairs = zip([*by_place, *arguments.kwonlyargs], defaults, strict=True)
-    return [parameter.arg for parameter, default in [*pairs][2:] if default is None or not required]
+    return [parameter.arg for parameter, default in [*pairs][skip:] if default is None or not required]
 
 
 def _check_arguments(reward: str, of_class: ast.ClassDef) -> None:
@@ -301,7 +311,7 @@ def _check_arguments(reward: str, of_class: ast.ClassDef) -> None:
     init = _method({of_class.name: of_class}, of_class.name, "__init__")
     if init is None:
         return
-    names = {parameter.arg for parameter in [*init.args.args[1:], *init.args.kwonlyargs]}
+    names = set(_parameters(init, skip=1))
     if init.args.kwarg is not None:
         names.add(init.args.kwarg.arg)
     above = [node for node in ast.walk(init) if isinstance(node, ast.Call) and _is_init_of_base(node.func)]
@@ -309,8 +319,7 @@ def _check_arguments(reward: str, of_class: ast.ClassDef) -> None:
     for node in ast.walk(init):
         if isinstance(node, ast.Name) and node.id in names and node not in handed_on:
             raise UnfitError(f"{reward}: reads the arguments of ms-swift's run ({node.id}, line {node.lineno})")
-    num_required = len(init.args.args) - 1 - len(init.args.defaults)
-    if num_required > 0:
+    if _parameters(init, skip=1, required=True):
         raise UnfitError(f"{reward}: {of_class.name} cannot be made without arguments (line {init.lineno})")
 
 
