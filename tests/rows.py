@@ -34,6 +34,8 @@ def row_for(method: str, number: int) -> dict[str, Any]:
     if "stepwise_supervision" in formats:
         steps = [f"{number} + {number}", right if number % 3 else wrong]
         return {"prompt": asked, "completions": steps, "labels": [True, number % 3 > 0]}
+    if "classification" in formats:
+        return {"prompt": asked, "label": ("low", "middle", "high")[number % 3]}
     return {"prompt": asked, "answer": 2 * number, "solution": right}
 
 

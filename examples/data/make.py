@@ -18,6 +18,8 @@
 - `games.jsonl`, `games_eval.jsonl`: the prompt of a game, once for each game.
 - `facts.jsonl.gz`, `facts_eval.jsonl.gz`: lists of three capitals or opposites, with a label for each: two of five are
   wrong, in the evaluation rows by words that they never have in the training rows.
+- `stories.jsonl.gz`, `stories_eval.jsonl.gz`: very short stories with a question (`messages`), each with its `label`:
+  whether the answer is a sum (`add`) or a difference (`subtract`).
 
   All of these are drawn from pico's own tasks (`examples/pico/tasks.py`), and held out by the same rule: neither pico
   nor what is trained here has ever seen a problem of the evaluation rows.
@@ -34,7 +36,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "pico"))
-from tasks import TASKS, Exchange, is_held_out, plus_large
+from tasks import TASKS, Exchange, is_held_out, plus_large, word_problem
 
 from tunekit.methods.environments.guess_number import GuessNumber
 from tunekit.methods.environments.priced_sums import PricedSums
@@ -49,6 +51,7 @@ NUM_CALLS, NUM_CALLS_EVAL = 3000, 100
 NUM_PRICED, NUM_PRICED_EVAL = 2000, 256
 NUM_GAMES, NUM_GAMES_EVAL = 1000, 256
 NUM_FACTS, NUM_FACTS_EVAL = 2000, 200
+NUM_STORIES, NUM_STORIES_EVAL = 1200, 200
 HIGHEST, NUM_GUESSES = 3, 3
 """The game of `tools/guess`: who keeps to the hints finds the number."""
 
@@ -394,6 +397,17 @@ def listed_facts(num: int, *, held_out: bool) -> list[dict[str, object]]:
     return list(rows.values())
 
 
+def stories(num: int, *, held_out: bool) -> list[dict[str, object]]:
+    """Different stories, each labelled by what its question is answered with."""
+    rng = random.Random(f"{SEED}/stories/{held_out}")
+    rows: dict[str, dict[str, object]] = {}
+    while len(rows) < num:
+        exchange = word_problem(rng, held_out)
+        messages = [{"role": "user", "content": exchange.question}]
+        rows[exchange.question] = {"messages": messages, "label": "add" if "+" in exchange.reply else "subtract"}
+    return list(rows.values())
+
+
 def reviews() -> list[tuple[str, str]]:
     """Reviews with the word that judges them."""
     rng = random.Random(SEED + 1)
@@ -482,6 +496,8 @@ def write(folder: Path) -> None:
         "games_calls_eval.jsonl.gz": games_calls(NUM_CALLS_EVAL, held_out=True),
         "facts.jsonl.gz": listed_facts(NUM_FACTS, held_out=False),
         "facts_eval.jsonl.gz": listed_facts(NUM_FACTS_EVAL, held_out=True),
+        "stories.jsonl.gz": stories(NUM_STORIES, held_out=False),
+        "stories_eval.jsonl.gz": stories(NUM_STORIES_EVAL, held_out=True),
     }
     for name, rows in small.items():
         lines = "".join(json.dumps(row) + "\n" for row in rows)

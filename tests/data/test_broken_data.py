@@ -144,7 +144,8 @@ CASES = {
         "completion; captions: image, caption; text: text; tokens: input_ids; preference: chosen, rejected; "
         "ranking: prompt, completions, "
         "scores; unpaired_preference: prompt, completion, label; stepwise_supervision: prompt, completions, labels; "
-        "prompts: prompt), or convert the rows by a function (data.format=module:function)",
+        "classification: prompt, label; prompts: prompt), or convert the rows by a function "
+        "(data.format=module:function)",
     ),
     "ambiguous_columns": (
         "chats.jsonl",
@@ -403,8 +404,8 @@ CASES = {
         "alpaca: instruction, output; prompt_completion: prompt, completion; captions: image, caption; "
         "text: text; tokens: input_ids; "
         "preference: chosen, rejected; ranking: prompt, completions, scores; unpaired_preference: prompt, "
-        "completion, label; stepwise_supervision: prompt, completions, labels; prompts: prompt), or convert the rows "
-        "by a function (data.format=module:function)",
+        "completion, label; stepwise_supervision: prompt, completions, labels; classification: prompt, label; "
+        "prompts: prompt), or convert the rows by a function (data.format=module:function)",
     ),
     "half_a_surrogate_pair_beside_the_content": (
         "chats.jsonl",

@@ -19,7 +19,7 @@ FILES = (
     *("sums.jsonl", "sums_eval.jsonl", "reviews.csv", "tales.txt"),
     *(f"{name}_calls{part}.jsonl.gz" for name in ("priced", "games") for part in ("", "_eval")),
     *("priced.jsonl", "priced_eval.jsonl", "games.jsonl", "games_eval.jsonl"),
-    *("facts.jsonl.gz", "facts_eval.jsonl.gz"),
+    *("facts.jsonl.gz", "facts_eval.jsonl.gz", "stories.jsonl.gz", "stories_eval.jsonl.gz"),
 )
 PICTURES = tuple(
     f"{name}{suffix}.jsonl" for name in ("shapes", "shapes_pairs", "shapes_prompts") for suffix in ("", "_eval")
@@ -59,6 +59,8 @@ def test_the_script_makes_the_files_as_they_are(folder, files, tmp_path):
         ("games_eval.jsonl", "prompts", 256),
         ("facts.jsonl.gz", "stepwise_supervision", 2000),
         ("facts_eval.jsonl.gz", "stepwise_supervision", 200),
+        ("stories.jsonl.gz", "classification", 1200),
+        ("stories_eval.jsonl.gz", "classification", 200),
         ("reviews.csv", "prompt_completion", 100),
         ("tales.txt", "text", 96),
         ("shapes.jsonl", "messages", 1200),
@@ -67,7 +69,12 @@ def test_the_script_makes_the_files_as_they_are(folder, files, tmp_path):
     ],
 )
 def test_an_example_is_read_without_complaint(name, format, num_rows):
-    methods = {"preference": "dpo", "prompts": "grpo", "stepwise_supervision": "prm"}
+    methods = {
+        "preference": "dpo",
+        "prompts": "grpo",
+        "stepwise_supervision": "prm",
+        "classification": "classification",
+    }
     learner = learner_of(methods.get(format, "sft"))
     rows = load_data(DataSection(train=str(EXAMPLES / name)), learner).train[0]
     assert (rows.format, len(rows)) == (format, num_rows)

@@ -38,6 +38,7 @@ ROWS: dict[str, dict] = {
     "ranking": {"prompt": "hi", "completions": ["ho", "he"], "scores": [1, 2]},
     "unpaired_preference": {"prompt": "hi", "completion": "ho", "label": True},
     "stepwise_supervision": {"prompt": "hi", "completions": ["ho", "he"], "labels": [True, False]},
+    "classification": {"prompt": "hi", "label": "greeting"},
     "prompts": {"prompt": "hi", "answer": "ho"},
 }
 """One good row of every format."""
@@ -56,6 +57,9 @@ def test_the_tables_of_formats_name_each_format_and_no_other():
 WINNERS = {
     **{frozenset({"captions", other}): other for other in COLUMNS if other not in ("captions", "text")},
     **{frozenset({"prompts", other}): other for other in COLUMNS if other != "prompts"},
+    # A label of a text is read by its own method alone.
+    **{frozenset({"classification", other}): other for other in COLUMNS if other not in ("classification", "prompts")},
+    frozenset({"classification", "prompt_completion"}): "unpaired_preference",
     frozenset({"prompt_completion", "unpaired_preference"}): "unpaired_preference",
     frozenset({"sharegpt", "preference"}): "preference",
 }
@@ -72,12 +76,16 @@ def test_the_formats_are_the_same_everywhere():
 
 @pytest.mark.parametrize("format", COLUMNS)
 def test_a_format_is_recognised_from_its_columns_and_what_else_they_may_be(format):
-    assert recognise(COLUMNS[format]) == format
+    learned = [format] if format == "classification" else []
+    assert recognise(COLUMNS[format], learned) == format
     assert recognise((*COLUMNS[format], *OPTIONAL_COLUMNS[format]), [BECOMES[format]]) == format
-    assert recognise((*COLUMNS[format], "id", "source")) == format
+    assert recognise((*COLUMNS[format], "id", "source"), learned) == format
 
 
-@pytest.mark.parametrize(("one", "other"), list(itertools.combinations(COLUMNS, 2)))
+PAIRS = [pair for pair in itertools.combinations(COLUMNS, 2) if pair != ("classification", "prompts")]
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS)
 def test_columns_of_two_formats_are_one_of_them_or_refused_with_both(one, other):
     columns = dict.fromkeys((*COLUMNS[one], *COLUMNS[other]))
     winner = WINNERS.get(frozenset({one, other}))
@@ -121,6 +129,8 @@ def test_columns_of_well_known_datasets(columns, format):
         ("dpo", "prompt prompt_id chosen rejected messages score_chosen score_rejected", "preference"),
         ("sft", "prompt prompt_id chosen rejected messages score_chosen score_rejected", "messages"),
         ("sft", "prompt completion label", "unpaired_preference"),
+        ("classification", "prompt completion label", "classification"),
+        ("classification", "messages prompt label", "classification"),
     ],
 )
 def test_of_two_formats_the_one_that_the_method_learns_from_is_meant(method, columns, format):
@@ -154,7 +164,11 @@ def write(path, *rows) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-@pytest.mark.parametrize(("first", "later"), list(itertools.permutations(ROWS, 2)))
+UNLABELED = [format for format in ROWS if format != "classification"]
+"""Formats that are told apart whatever the method; the rows of a classifier are read as such by no other."""
+
+
+@pytest.mark.parametrize(("first", "later"), list(itertools.permutations(UNLABELED, 2)))
 def test_a_file_or_folder_of_two_formats_is_refused_with_both_and_the_place(first, later, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()

@@ -46,7 +46,7 @@ from tunekit.models.quantization import quantization_config, stored_tensors
 from tunekit.models.step_trace import LiveBytes, as_on_cuda, materialise, quantize, watch
 from tunekit.planner.decisions.backends import families
 from tunekit.probe.model import sketch_model, stored_config
-from tunekit.recipe.methods.spec import Judged
+from tunekit.recipe.methods.spec import ScoreHead
 from tunekit.recipe.sections.adapters import (
     Adapter,
     FullAdapter,
@@ -199,7 +199,7 @@ def drawn_deep(step: Step, traced: Callable[[int], Trace]) -> Trace:
     )
 
 
-def built(step: Step, *, judged: Judged | None = None) -> tuple[torch.nn.Module, PreTrainedModel]:
+def built(step: Step, *, head: ScoreHead | None = None) -> tuple[torch.nn.Module, PreTrainedModel]:
     """The model and, where it has an adapter, the model below it; one that judges has a score for a head."""
     full = isinstance(step.adapter, FullAdapter)
     weights = getattr(torch, step.trained_dtype if full else step.dtype)
@@ -207,12 +207,12 @@ def built(step: Step, *, judged: Judged | None = None) -> tuple[torch.nn.Module,
     attention = "eager" if step.family in families()["without_sdpa"] else "sdpa"
     config = step.config()
     kind: Any = AutoModelForCausalLM
-    if judged == "text":
-        kind, config.num_labels, config.pad_token_id = AutoModelForSequenceClassification, 1, 0
-    if judged == "steps":
-        kind, config.num_labels, config.classifier_dropout = AutoModelForTokenClassification, 2, 0.0
+    if head is not None:
+        kind, config.num_labels, config.pad_token_id = AutoModelForSequenceClassification, head.num_labels, 0
+    if head is not None and head.scores == "steps":
+        kind, config.classifier_dropout = AutoModelForTokenClassification, 0.0
     base = kind.from_config(config, dtype=weights, attn_implementation=attention)
-    if judged is None:
+    if head is None:
         trl_head.add_fused_lm_head(base, outputs=("log_probs", "entropy", "is_top1"))
     model: torch.nn.Module = base
     if isinstance(step.adapter, QloraAdapter):
@@ -224,7 +224,7 @@ def built(step: Step, *, judged: Judged | None = None) -> tuple[torch.nn.Module,
         adapter = step.adapter
         if isinstance(adapter, LoraAdapter):
             config = LoraConfig(
-                task_type=task_of(judged), exclude_modules=["score"] if judged else None,
+                task_type=task_of(head), exclude_modules=["score"] if head else None,
                 r=adapter.rank, target_modules=adapter.target_modules, lora_dropout=adapter.dropout,
                 use_dora=adapter.use_dora, modules_to_save=adapter.modules_to_save,
             )  # fmt: skip

@@ -48,6 +48,7 @@ from tests.estimates.oracle_shards import ShardedStep, fake_accelerator, fake_pr
 from tunekit.estimates.layout import Layout
 from tunekit.estimates.memory.memory import MemoryEstimate, estimate
 from tunekit.estimates.passes import passes_of
+from tunekit.methods.classification import ClassificationTrainer
 from tunekit.methods.distillation import compute_under_autocast
 from tunekit.methods.gold import GOLDTrainer
 from tunekit.methods.head import HEAD
@@ -57,6 +58,7 @@ from tunekit.methods.run_trainer import run_trainer
 from tunekit.methods.sdft import SDFTTrainer
 from tunekit.models.step_trace import LiveBytes, as_on_cuda, watch
 from tunekit.recipe.methods import Method
+from tunekit.recipe.methods.classification import ClassificationMethod
 from tunekit.recipe.methods.distillation import DistillationMethod
 from tunekit.recipe.methods.dpo import DPOMethod
 from tunekit.recipe.methods.gold import GOLDMethod
@@ -195,7 +197,7 @@ def trace(method_step: MethodStep, device: Literal["cpu", "cuda"] = "cuda") -> T
     """The live bytes of one step, by phase; those of a reference model count among the weights."""
     step, method = method_step.step, method_step.method
     with torch.device("meta"):
-        model, base = built(step, judged=method.spec.classifies)
+        model, base = built(step, head=method.score_head)
         full = isinstance(step.adapter, FullAdapter)
         reference = None
         if passes_of(method, step.adapter, _data(method_step), global_batch_size=1).keeps_reference:
@@ -340,6 +342,11 @@ def _inputs(method_step: MethodStep, shape: tuple[int, int]) -> dict[str, torch.
         return {"input_ids": ids, "attention_mask": ones}
     if method_step.method.type == "prm":
         return {"input_ids": ids, "attention_mask": ones, "labels": ids}
+    if method_step.method.type == "classification":
+        labels = torch.zeros(shape[0], dtype=torch.long)
+        if method_step.method.score_head.is_multi_label:
+            labels = torch.zeros(shape[0], method_step.method.score_head.num_labels)
+        return {"input_ids": ids, "attention_mask": ones, "labels": labels}
     if method_step.method.type == "orpo":
         pair = ("chosen", "rejected")
         half = ids.chunk(2)[0]
@@ -393,7 +400,9 @@ def _trainer(method: Method) -> Any:
         case RewardMethod():
             return _reward_trainer()
         case PRMMethod():
-            return _prm_trainer()
+            return _scoring_trainer(PRMTrainer)
+        case ClassificationMethod():
+            return _scoring_trainer(ClassificationTrainer)
         case GRPOMethod():
             return _grpo_trainer(method)
         case RLOOMethod():
@@ -437,9 +446,9 @@ def _reward_trainer() -> RewardTrainer:
     return trainer
 
 
-def _prm_trainer() -> PRMTrainer:
+def _scoring_trainer(kind: type[ClassificationTrainer]) -> ClassificationTrainer:
     """A trainer with what its loss looks at, as its constructor sets it."""
-    trainer = PRMTrainer.__new__(PRMTrainer)
+    trainer = kind.__new__(kind)
     trainer._noted = []
     return trainer
 
@@ -526,7 +535,7 @@ def estimate_of(method_step: MethodStep, device: Literal["cpu", "cuda"] = "cuda"
     passes = passes_of(method, step.adapter, data, global_batch_size=batch, teacher=teacher)
     facts = facts_of(step)
     return estimate(
-        facts if method.spec.classifies is None else facts.as_judge(method.spec.classifies),
+        facts if method.score_head is None else facts.as_judge(method.score_head),
         step.adapter,
         device=device,
         dtype=step.dtype,

@@ -22,6 +22,7 @@ from tunekit.estimates.passes import (
 )
 from tunekit.estimates.throughput.step import forward_flops_per_token
 from tunekit.planner.decisions.backends import padding_of
+from tunekit.recipe.methods.classification import ClassificationMethod
 from tunekit.recipe.methods.cpo import CPOMethod
 from tunekit.recipe.methods.distillation import DistillationMethod
 from tunekit.recipe.methods.dpo import DPOMethod
@@ -104,6 +105,9 @@ def test_every_phase_is_what_trls_loss_allocates(adapter, method, checkpointing)
         (RewardMethod(), "lora", "float32", False),
         (RewardMethod(), "lora", "bfloat16", True),
         (PRMMethod(), "full", "bfloat16", False),
+        (ClassificationMethod(num_labels=265), "full", "float32", False),
+        (ClassificationMethod(num_labels=3), "lora", "bfloat16", True),
+        (ClassificationMethod(num_labels=20, problem_type="multi_label_classification"), "lora", "float32", False),
         (PRMMethod(), "lora", "float32", False),
         (PRMMethod(), "lora", "bfloat16", True),
     ],
@@ -381,17 +385,19 @@ def test_forward_passes_of_a_step_are_those_that_trl_makes():
 
 
 def test_a_model_that_judges_has_a_score_in_the_place_of_its_head():
-    judge = LLAMA_8B.as_judge()
+    judge = LLAMA_8B.as_judge(RewardMethod().score_head)
     assert judge.num_params == LLAMA_8B.num_params - LLAMA_8B.vocab_size * LLAMA_8B.hidden_size + LLAMA_8B.hidden_size
     lora = LoraAdapter()
     trained = num_trainable_params(judge, lora) - num_trainable_params(LLAMA_8B, lora)
     assert trained == LLAMA_8B.hidden_size, "the score is trained beside an adapter"
     assert judge.linears == LLAMA_8B.linears, "and neither adapted nor quantised"
     assert trained_tables(judge, FullAdapter()) == Tables(embedding=True, head=False, is_one=False)
-    of_steps = LLAMA_8B.as_judge("steps")
+    of_steps = LLAMA_8B.as_judge(PRMMethod().score_head)
     assert of_steps.num_params == judge.num_params + LLAMA_8B.hidden_size + 2, "it has two classes, with a bias each"
     assert num_trainable_params(of_steps, lora) - num_trainable_params(judge, lora) == LLAMA_8B.hidden_size + 2
     assert num_trainable_params(of_steps, FullAdapter()) == of_steps.num_params
+    of_labels = LLAMA_8B.as_judge(ClassificationMethod(labels=["a", "b", "c"]).score_head)
+    assert of_labels.num_params == judge.num_params + 2 * LLAMA_8B.hidden_size, "it has one score for each label"
 
 
 def test_operations_of_a_reference_pass_are_those_that_torch_counts():

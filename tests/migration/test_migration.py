@@ -312,6 +312,10 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "method.type": "reward", "method.center_rewards_coefficient": 0.02, "adapter.rank": 16,
         "train.learning_rate": 1e-4, "train.global_batch_size": 16,
     },
+    "swift-classification.sh": {
+        "method.type": "classification", "method.num_labels": 3, "method.problem_type": "multi_label_classification",
+        "data.too_long": "truncate", "adapter.type": "lora", "train.global_batch_size": 16,
+    },
     "swift-grpo.sh": {
         "method.type": "grpo", "method.num_generations": 8, "method.max_completion_length": 2048, "method.beta": 0.0,
         "method.loss_type": "dapo", "method.epsilon_high": 0.28, "method.mask_truncated_completions": True,
@@ -360,6 +364,7 @@ def workspace(tmp_path, monkeypatch):
     save(tmp_path / "data/ratings.jsonl", good, bad)
     rated = ({"instruction": "Who?", "output": text, "kto_tag": text == "I."} for text in ("I.", "No."))
     save(tmp_path / "data/rated.jsonl", *rated)
+    save(tmp_path / "data/labeled.jsonl", {"messages": [chat[0]], "label": [0, 2]})
     save(tmp_path / "data/prompts.jsonl", {"prompt": "1 + 1?", "answer": "2", "solution": "2"})
     info = {
         "chats": {"file_name": "messages.jsonl", "formatting": "sharegpt", "columns": {"messages": "messages"},
@@ -389,8 +394,8 @@ def workspace(tmp_path, monkeypatch):
 
 RATES = {
     "sft": (2e-5, 2e-4), "dpo": (5e-7, 5e-6), "kto": (5e-7, 5e-6), "orpo": (5e-6, 5e-5), "cpo": (1e-6, 1e-5),
-    "reward": (1e-5, 1e-4), "grpo": (1e-6, 1e-5), "rloo": (1e-6, 1e-5), "distillation": (1e-6, 1e-5),
-    "gkd": (2e-5, 2e-4),
+    "reward": (1e-5, 1e-4), "classification": (1e-5, 1e-4), "grpo": (1e-6, 1e-5), "rloo": (1e-6, 1e-5),
+    "distillation": (1e-6, 1e-5), "gkd": (2e-5, 2e-4),
 }  # fmt: skip
 """What a recipe that gives no learning rate trains with: all weights, and adapters."""
 
@@ -1242,3 +1247,32 @@ def test_keys_of_axolotls_newer_versions_are_accounted_for(config, values, unsup
             found = found[part]
         assert found == value
     assert [line.key for line in made.of_kind("unsupported")] == unsupported
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ("--task_type seq_cls", r"train\.sh:1: num_labels: must be a number of labels, at least 2, got None"),
+        ("--task_type seq_cls --num_labels 1", r"at least 2, got 1; set it; regression is unsupported"),
+        ("--num_labels N", r"train\.sh:1: num_labels: must be a number of labels, at least 2, got N"),
+    ],
+)
+def test_a_classifier_of_ms_swift_without_a_number_of_labels_is_an_error(arguments, problem, tmp_path) -> None:
+    (tmp_path / "train.sh").write_text(f"swift sft --model Qwen/Qwen3-4B --dataset a/b --use_hf true {arguments}\n")
+    with pytest.raises(RecipeError, match=problem):
+        migrate(tmp_path / "train.sh")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--task_type embedding", "embedding is unsupported"),
+        ("--num_labels 3 --model Qwen/Qwen3-VL-4B-Instruct --task_type seq_cls", "classification reads texts"),
+        ("--num_labels 3 --problem_type regression", "multi_label_classification, got 'regression'"),
+    ],
+)
+def test_tasks_of_ms_swift_that_are_not_there_are_named(arguments, words, tmp_path) -> None:
+    model = "" if "--model" in arguments else "--model Qwen/Qwen3-4B"
+    (tmp_path / "train.sh").write_text(f"swift sft {model} --dataset a/b --use_hf true {arguments}\n")
+    made = migrate(tmp_path / "train.sh")
+    assert any(words in line.words for line in made.of_kind("unsupported")), made.lines

@@ -16,6 +16,7 @@ from tunekit.estimates.memory.states import num_trainable_params, trained_tensor
 from tunekit.models.load import attach_adapter, load_model, num_trained
 from tunekit.models.towers import towers
 from tunekit.probe.model import probe_model
+from tunekit.recipe.methods.reward import RewardMethod
 from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
 from tunekit.recipe.sections.model import ModelSection
 
@@ -66,8 +67,8 @@ def test_a_checkpoint_is_loaded_whole_and_its_towers_are_frozen(kind, saved):
 
 @pytest.mark.parametrize("adapter", [FullAdapter(), LoraAdapter(rank=4, target_modules="all-linear")])
 def test_the_score_of_a_reward_model_is_trained(adapter, saved):
-    section = ModelSection(path=str(saved("gemma3")))
-    model = load_model(section, dtype="float32", attn_implementation="sdpa", device="cpu", judged="text")
+    section, head = ModelSection(path=str(saved("gemma3"))), RewardMethod().score_head
+    model = load_model(section, dtype="float32", attn_implementation="sdpa", device="cpu", score_head=head)
     assert towers(model) == TOWERS["gemma3"]
     model = attach_adapter(model, adapter, seed=0, task="SEQ_CLS")
     trained = [name for name, weight in model.named_parameters() if weight.requires_grad and "score" in name]

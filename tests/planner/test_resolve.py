@@ -89,7 +89,8 @@ PAIRS_AND_ANSWERS = [
 @pytest.mark.parametrize("method", PAIRS_AND_ANSWERS)
 def test_a_method_has_a_learning_rate_of_its_own(method):
     """None has that of imitation, which is twenty times the highest that their papers take."""
-    full, lora = (resolve(recipe(method=method, adapter=kind), H100, LLAMA_1B, ROWS) for kind in ("full", "lora"))
+    section = {"type": method, **({"num_labels": 2} if method == "classification" else {})}
+    full, lora = (resolve(recipe(method=section, adapter=kind), H100, LLAMA_1B, ROWS) for kind in ("full", "lora"))
     assert 5e-7 <= full.learning_rate <= 1e-5
     assert lora.learning_rate == pytest.approx(10 * full.learning_rate)
 

@@ -52,12 +52,12 @@ def test_a_function_is_found_from_the_working_directory_which_is_searched_for_th
         ("my-rows:convert", "must be module:function, such as my_module:my_function, got 'my-rows:convert'"),
         (
             "mesages",
-            "must be one of 13 names (`tunekit explain data.format` lists them) or module:function, got 'mesages'; "
+            "must be one of 14 names (`tunekit explain data.format` lists them) or module:function, got 'mesages'; "
             "did you mean 'messages'?",
         ),
         (
             "dpo",
-            "must be one of 13 names (`tunekit explain data.format` lists them) or module:function, got 'dpo'",
+            "must be one of 14 names (`tunekit explain data.format` lists them) or module:function, got 'dpo'",
         ),
     ],
 )  # fmt: skip

@@ -81,6 +81,7 @@ def test_a_source_of_its_own_is_held_to_the_method_too() -> None:
 
 REWARDED: dict[str, Any] = {"rewards": ["exact_match"]}
 NEEDED: dict[str, Any] = {
+    "classification": {"labels": ["no", "yes"]},
     "distillation": {"teacher": "pico"},
     "gkd": {"teacher": "pico", "lmbda": 0},
     "gold": {"teacher": "pico"},

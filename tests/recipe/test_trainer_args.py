@@ -57,6 +57,7 @@ def test_the_fields_read_off_the_source_are_those_of_the_real_config(method: str
 @pytest.mark.parametrize("method", [name for name in trainer_args.CONFIGS if name != "sft"])
 def test_the_defaults_of_a_method_are_those_of_trl(method: str) -> None:
     needed = {"teacher": "pico"} if method in ("distillation", "gkd", "gold") else {}
+    needed |= {"num_labels": 2} if method == "classification" else {}
     section = load_recipe({**SOURCE, "method": {"type": method, **needed}}).method
     real = real_defaults(method)
     # Left out, it is TRL's 1, but for the losses that have no likelihood.
@@ -86,6 +87,7 @@ def test_the_defaults_of_a_method_are_those_of_trl(method: str) -> None:
     others |= {"uld_use_hybrid_loss", "uld_hybrid_matched_weight", "uld_hybrid_unmatched_weight"}
     # TRL had them in its PRMConfig, with these defaults, as long as it had a trainer for them.
     others |= {"step_separator", "train_on_last_step_only"} if method == "prm" else set()
+    others |= {"labels", "num_labels", "problem_type"} if method == "classification" else set()
     others |= {"tools", "environment", "rollout", "tool_timeout_seconds", "max_tool_result_chars", "max_resample_times"}
     others |= {"replay_buffer_size", "max_staleness"}
     assert set(dict(section)) - set(ours) - deliberate <= others

@@ -8,6 +8,8 @@ def required_options(method: frontend.MethodInfo) -> dict[str, object]:
     options: dict[str, object] = {"max_completion_length": 4} if method.generates or method.has_teacher else {}
     if method.is_rewarded:
         options |= {"rewards": ["tests.smoke.methods:reward"], "num_generations": 2}
+    if method.name == "classification":
+        options["labels"] = ["low", "middle", "high"]
     if method.has_teacher:
         options["teacher"] = "other" if method.name == "gold" else "teacher"
     return options

@@ -20,6 +20,10 @@ FIRST_LOSS = {"dpo": math.log(2), "kto": 0.5}
 """The loss of a policy that is still its reference: -log sigmoid(0), and 1 - sigmoid(0)."""
 
 
+SCORING = ("reward", "prm", "classification")
+"""Methods whose models have a score for a head."""
+
+
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("smoke")
@@ -77,7 +81,7 @@ def test_a_method_trains_and_saves_its_weights(method, adapter, workspace):
     else:
         before = load_file(workspace / "model" / "model.safetensors")
         after = load_file(run.model_path / "model.safetensors")
-        unused = {"lm_head.weight"} if method in ("reward", "prm") else set()
+        unused = {"lm_head.weight"} if method in SCORING else set()
         assert before.keys() - after.keys() <= unused
         assert change({name: before[name] for name in before.keys() - unused}, after) == before.keys() - unused
 
@@ -140,7 +144,7 @@ def test_a_method_has_the_losses_of_a_cpu_on_an_accelerator(method, adapter, wor
     assert run.plan.device.kind == "cuda"
     logged = [event for event in run.events() if event["event"] == "log"]
     assert all(math.isfinite(event["loss"]) and event["grad_norm"] > 0 for event in logged)
-    if "max_completion_length" not in METHODS[method] and method not in ("reward", "prm"):
+    if "max_completion_length" not in METHODS[method] and method not in SCORING:
         recorded = yaml.safe_load((FOLDER / LOSSES).read_text(encoding="utf-8"))[f"{method}-{adapter}"]
         assert [event["loss"] for event in logged] == pytest.approx(recorded["loss"], rel=5e-3)
 

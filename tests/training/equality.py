@@ -116,6 +116,7 @@ RANKS = {"type": "gold", "teacher": "teacher", "lmbda": 0}
 DISTILLATION = {**GKD, "type": "distillation"}
 SDFT = {"type": "sdft", "max_completion_length": 8, "generation": {"top_k": 1}}
 FEW = ("DDP x2", "FSDP2 x2", "ZeRO-2 x2")
+SEVERAL = {"type": "classification", "num_labels": 3, "problem_type": "multi_label_classification"}
 IN_4_BITS = (*FEW, "FSDP2 no reshard x2", "FSDP2 hybrid 2x2")
 SUBJECTS = (
     # The loss that balances experts is one of each micro-batch by itself, so it is left out of what is compared.
@@ -137,6 +138,11 @@ SUBJECTS = (
     Subject("reward full", {"type": "reward"}, "full", False, "llama", FEW),
     Subject("PRM full", {"type": "prm"}, "full", False, "llama", (*FEW, "ZeRO-3 x2")),
     Subject("PRM LoRA", {"type": "prm"}, "lora", False, "qwen3", FEW),
+    Subject(
+        "Classification full", {"type": "classification", "num_labels": 3}, "full", False, "llama", (*FEW, "ZeRO-3 x2")
+    ),
+    Subject("Classification LoRA", {"type": "classification", "labels": ["a", "b", "c"]}, "lora", False, "qwen3", FEW),
+    Subject("Classification of several", SEVERAL, "full", False, "qwen3", FEW),
     Subject("PRM QLoRA", {"type": "prm"}, "qlora", False, "llama", FEW),
     Subject("GKD full", GKD, "full", False, "llama", (*FEW, "ZeRO-3 x2")),
     Subject("GOLD full", GOLD, "full", False, "llama", (*FEW, "ZeRO-3 x2")),
@@ -189,6 +195,12 @@ def rows_of(subject: Subject, num_rows: int, seed: int = 0) -> Iterator[dict[str
             case "sft" | "gkd" | "gold":
                 turns = [("user", question), ("assistant", answer)]
                 yield {"messages": [{"role": role, "content": content} for role, content in turns]}
+            case "classification":
+                one = n * n % 3
+                yield {
+                    "prompt": f"{question} {answer}",
+                    "label": [one] * (n % 4 > 0) if "problem_type" in subject.method else one,
+                }
             case "prm":
                 steps = [f"{n} " * (1 + n * step * 3 % 7) for step in range(1, 2 + n % 4)]
                 yield {"prompt": question, "completions": steps, "labels": [(n + i) % 3 > 0 for i in range(len(steps))]}
@@ -219,7 +231,7 @@ def recipe_of(subject: Subject, folder: Path, *, micro_batch_size: int, num_rows
         "packing": subject.packing,
         "max_length": 128,
     }
-    if kind in ("sft", "gkd", "gold", "prm"):
+    if kind in ("sft", "gkd", "gold", "prm", "classification"):
         data["eval"] = write_rows(folder / f"{kind}-eval.jsonl", rows_of(subject, 7, seed=100))
     return {
         "model": str(model),
@@ -325,6 +337,8 @@ def loaded(recipe: Mapping[str, Any], path: Path | str) -> Any:
 
     if recipe["method"]["type"] == "reward":
         return AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.float32)
+    if recipe["method"]["type"] == "classification":
+        return AutoModelForSequenceClassification.from_pretrained(path, num_labels=3, dtype=torch.float32)
     if recipe["method"]["type"] == "prm":
         return AutoModelForTokenClassification.from_pretrained(path, num_labels=2, dtype=torch.float32)
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)

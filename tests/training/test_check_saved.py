@@ -113,7 +113,7 @@ def test_an_error_is_a_share_of_the_spread_over_the_vocabulary():
     assert logit_error(ruled_out, ruled_out) == 0
     assert not logit_error(reference, ruled_out) <= 1e9
     assert math.isnan(logit_error(reference * math.nan, reference))
-    assert logit_error(torch.tensor([[2.5]]), torch.tensor([[2.0]])) == 0.25
+    assert logit_error(torch.tensor([[2.5]]), torch.tensor([[2.0]]), scores=True) == 0.25
 
 
 def test_a_model_that_has_no_fused_attention_of_torch_is_loaded_with_its_own(tmp_path):

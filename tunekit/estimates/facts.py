@@ -33,7 +33,7 @@ from tunekit.estimates.models.model_config import model_types, read_past_of
 from tunekit.estimates.models.rope import Rope, scaled
 from tunekit.estimates.models.towers import Part, Tower, is_unread, part_of
 from tunekit.estimates.traces import Deviations
-from tunekit.recipe.methods.spec import Judged
+from tunekit.recipe.methods.spec import ScoreHead
 from tunekit.recipe.sections.adapters import (
     Adapter,
     AnyPeftAdapter,
@@ -396,9 +396,6 @@ class Linears:
 SCORE, SCORE_BIAS = "score.weight", "score.bias"
 """Names in transformers of the head of a reward model; only of one that scores steps it has a bias."""
 
-NUM_CLASSES = 2
-"""Classes of a step: bad and good."""
-
 _TEXT = re.compile(
     r"(?:\w+\.)*?(?:language_model|text_model|llm)\.|(?:model\.)?(?:embed_tokens|layers|norm)\.|(?:\w+\.)?(?:lm_head|score)\."
 )
@@ -643,16 +640,12 @@ class ModelFacts(Facts):
         """True if the head has no weights of its own and uses those of the embedding."""
         return not self.judges and not any(is_head(name) for name in self.tensors)
 
-    def as_judge(self, judged: Judged = "text") -> "ModelFacts":
-        """The model with a score in the place of its head, as transformers loads it.
-
-        Args:
-            judged: What it scores: a text by one number, or steps by two classes, with biases.
-        """
+    def as_judge(self, head: ScoreHead) -> "ModelFacts":
+        """The model with a score in the place of its head, as transformers loads it; only that of tokens has biases."""
         tensors = {name: shape for name, shape in self.tensors.items() if not is_head(name)}
-        score: dict[str, tuple[int, ...]] = {SCORE: (1, self.hidden_size)}
-        if judged == "steps":
-            score = {SCORE: (NUM_CLASSES, self.hidden_size), SCORE_BIAS: (NUM_CLASSES,)}
+        score: dict[str, tuple[int, ...]] = {SCORE: (head.num_labels, self.hidden_size)}
+        if head.scores == "steps":
+            score[SCORE_BIAS] = (head.num_labels,)
         return self.model_copy(update={"tensors": tensors | score, "judges": True})
 
     def with_new_layers(self, num_new: int) -> "ModelFacts":

@@ -366,6 +366,53 @@ class JudgedSteps:
 
 
 @dataclass(frozen=True)
+class JudgedTexts:
+    """Texts with labels, scored by a classifier. Before its training its score is random.
+
+    Attributes:
+        of: The rows.
+        ids: Token ids of each row.
+        targets: The position of each row's label; or 1 or 0 for each label, where a row may have several.
+    """
+
+    of: str
+    ids: Sequence[Ids]
+    targets: Sequence[int | list[float]]
+    needs_before: bool = False
+
+    def measure(self, loaded: Loaded, tell: Told) -> Values:
+        """The loss of each row, and whether it is classified right."""
+        import torch
+        from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+
+        num_right = np.zeros(len(self.ids))
+
+        def losses_of(batch: list[int], given: "torch.Tensor", mask: "torch.Tensor") -> list[float]:
+            logits = loaded.model(input_ids=given, attention_mask=mask).logits.double()
+            targets = torch.tensor([self.targets[number] for number in batch], device=given.device)
+            if targets.is_floating_point():
+                losses = binary_cross_entropy_with_logits(logits, targets.double(), reduction="none").mean(-1)
+                is_right = ((logits > 0) == targets.bool()).all(-1)
+            else:
+                losses = cross_entropy(logits, targets, reduction="none")
+                is_right = logits.argmax(-1) == targets
+            num_right[batch] = is_right.cpu().numpy()
+            return list(losses.tolist())
+
+        nats = through(loaded.model, self.ids, losses_of, tell, pad=loaded.model.config.pad_token_id)
+        return {"nats": nats, "right": num_right}
+
+    def scores(self, after: Values, before: Values | None) -> list[Score]:
+        """Return the mean loss of a row, and the share of rows classified right."""
+        has_several = isinstance(self.targets[0], list)
+        loss = Figure("loss", f"loss (nats per {'label' if has_several else 'row'})", ".4f", higher_is_better=False)
+        return [
+            _mean(loss, self.of, after["nats"], None),
+            _mean(logged_figure("accuracy", higher=True), self.of, after["right"], None),
+        ]
+
+
+@dataclass(frozen=True)
 class Rated:
     """Unpaired answers, each desirable or undesirable.
 

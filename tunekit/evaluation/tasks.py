@@ -12,7 +12,7 @@ import numpy as np
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from tunekit.data.formats.row_formats import COLUMNS, Learner, Row, counted
+from tunekit.data.formats.row_formats import COLUMNS, BadRow, Learner, Row, counted
 from tunekit.data.media.collate import MEDIA, documents_of
 from tunekit.data.media.expand import MediaTokens
 from tunekit.data.media.kinds import COLUMN, kinds_in, media_of
@@ -20,19 +20,20 @@ from tunekit.data.prepare import read_dataset, tokens_of
 from tunekit.data.sources.load import LoadedData, load_rows
 from tunekit.data.sources.rows import Rows, RowStore
 from tunekit.data.tokenization.alignment import ANSWERS, read_rows
+from tunekit.data.tokenization.classes import ClassTokens
 from tunekit.data.tokenization.steps import StepTokens
 from tunekit.errors import DataError, RunError, TunekitError
 from tunekit.evaluation.episodes import Episodes
 from tunekit.evaluation.generative import Questions, questions_in, reward_figure
-from tunekit.evaluation.losses import Answered, JudgedPairs, JudgedSteps, Pairs, Part, Rated, Texts
+from tunekit.evaluation.losses import Answered, JudgedPairs, JudgedSteps, JudgedTexts, Pairs, Part, Rated, Texts
 from tunekit.evaluation.media_losses import MediaRow, MediaTexts, prepared_rows
 from tunekit.inference.conversations import media_prompt, media_read
 from tunekit.inference.episode_trial import HeldOut
 from tunekit.inference.inference_model import (
-    GENERATES_NOTHING,
     MediaPrompt,
     Sampling,
     Trained,
+    generates_nothing,
     longest_of,
     processor_of,
     refuse_judges,
@@ -44,10 +45,11 @@ from tunekit.recipe.functions import find_function
 from tunekit.recipe.methods import Method, generates, is_rewarded
 from tunekit.recipe.methods.on_policy import RewardedMethod
 from tunekit.recipe.reading.phrases import near
-from tunekit.recipe.sections.data import CompleteSource, DataSource, MediaKind
+from tunekit.recipe.schema import Recipe
+from tunekit.recipe.sections.data import CompleteSource, DataSource, MediaKind, SourceFormat
 from tunekit.recipe.sections.rewards import FunctionReward, Reward
 from tunekit.runs.evaluation_result import sliced
-from tunekit.runs.prepared_data import FILES, answered_rows, step_tokens_of
+from tunekit.runs.prepared_data import FILES, answered_rows, labeled_tokens_of, room_of
 from tunekit.runs.run import Run
 
 if TYPE_CHECKING:
@@ -169,9 +171,9 @@ def parts_of_run(found: Trained, tokenizer: "Tokenizer", rewards: Sequence[Rewar
     if rewards:
         problem = f"{run.name} was trained on preferences, which no metric scores"
         raise DataError(problem, hint="pass prompts with --data")
-    steps = step_tokens_of(run.recipe, tokenizer)
-    if steps is not None:
-        return _steps(of, rows, steps, run.recipe.data.max_length)
+    labeled = labeled_tokens_of(run.recipe, tokenizer)
+    if labeled is not None:
+        return _labeled(of, rows, labeled, run.recipe)
     columns = ("completion",) if "completion" in rows[0] else ("chosen", "rejected")
     return _answered(of, rows, columns, tokenizer, method, run.recipe.data.max_length)
 
@@ -191,7 +193,11 @@ def parts_of_file(
     Raises:
         TunekitError: They cannot be read, or are of no use.
     """
-    rows = _load(data, wish.limit, media=media_read(found))
+    labeled = None if found.run is None else labeled_tokens_of(found.run.recipe, tokenizer)
+    learned: tuple[SourceFormat, ...] = tuple(format for format in COLUMNS if format != "classification")
+    if isinstance(labeled, ClassTokens):
+        learned = ("classification",)
+    rows = _load(data, wish.limit, media=media_read(found), learned=learned)
     of = sliced(rows.source, wish.limit)
     method = None if found.run is None else found.run.recipe.method
     if not rewards and rows.format == "prompts" and method is not None and is_rewarded(method):
@@ -209,19 +215,22 @@ def parts_of_file(
     max_length = (
         min(MAX_LENGTH, int(tokenizer.model_max_length)) if found.run is None else found.run.recipe.data.max_length
     )
-    steps = None if found.run is None else step_tokens_of(found.run.recipe, tokenizer)
-    if rows.format == "stepwise_supervision" and steps is not None:
-        return _steps(of, list(rows.rows), steps, max_length), rows.notes
-    if rows.format == "stepwise_supervision":
-        raise DataError(f"{found.name} scores no labeled steps", hint="pass a run of method prm, or other rows")
-    if steps is not None:
-        problem = f"{found.name} scores steps alone"
-        raise DataError(problem, hint="pass rows with a label for each step: prompt, completions, labels")
+    if labeled is not None and found.run is not None:
+        wanted = found.run.recipe.method.spec.row_formats
+        if rows.format in wanted:
+            return _labeled(of, list(rows.rows), labeled, found.run.recipe), rows.notes
+        what = "steps alone" if isinstance(labeled, StepTokens) else "texts with labels alone"
+        problem, columns = f"{found.name} scores {what}", ", ".join(COLUMNS[wanted[0]])
+        raise DataError(problem, hint=f"pass rows with columns {columns}")
+    if rows.format in ("stepwise_supervision", "classification"):
+        method_of = {"stepwise_supervision": "prm", "classification": "classification"}[rows.format]
+        problem = f"{found.name} scores no labels of rows"
+        raise DataError(problem, hint=f"pass a run of method {method_of}, or other rows")
     if rows.format in ANSWERS:
         part = _answered(of, list(rows.rows), ANSWERS[rows.format], tokenizer, method, max_length)
         return part, rows.notes
     if found.judges:
-        raise DataError(f"{found.name} {GENERATES_NOTHING}", hint="pass preference pairs")
+        raise DataError(generates_nothing(found), hint="pass preference pairs")
     if rows.media:
         processor = processor_of(found, tokenizer)
         rows_of_file = prepared_rows(rows, tokenizer, MediaTokens(processor), max_length)
@@ -233,7 +242,13 @@ def parts_of_file(
     return _texts(of, pairs, None), rows.notes
 
 
-def _load(data: str | Mapping[str, Any], limit: int | None, *, media: tuple[MediaKind, ...]) -> Rows:
+def _load(
+    data: str | Mapping[str, Any],
+    limit: int | None,
+    *,
+    media: tuple[MediaKind, ...],
+    learned: tuple[SourceFormat, ...],
+) -> Rows:
     value = _read_yaml(data, "data") if isinstance(data, str) and data.strip().startswith("{") else data
     try:
         parts = DataSource.model_validate({"path": value} if isinstance(value, str) else dict(value))
@@ -243,7 +258,7 @@ def _load(data: str | Mapping[str, Any], limit: int | None, *, media: tuple[Medi
         raise DataError(f"data: {place}: {first['msg'].lower()}", hint="write it like data.eval of a recipe") from error
     defaults = {"key": "data", "format": "auto", "columns": {}, "loss_on": "assistant"}
     source = CompleteSource(**(defaults | parts.model_dump(exclude_none=True)))
-    rows = load_rows(source, Learner("evaluate", tuple(COLUMNS), media), default_split="eval")
+    rows = load_rows(source, Learner("evaluate", learned, media), default_split="eval")
     return rows if limit is None else rows.select(range(min(limit, len(rows))))
 
 
@@ -286,14 +301,21 @@ def _answered(
     return Pairs(of, chosen, rejected, method)
 
 
-def _steps(of: str, rows: Sequence[Row], steps: StepTokens, max_length: int) -> JudgedSteps:
-    """Return rows with labelled steps; those that are too long are left out, as in training."""
-    encoded = [steps.of_all.of_row(row)[1:] for row in rows]
-    complete = [(ids, labels) for ids, labels in encoded if len(ids) <= max_length]
+def _labeled(of: str, rows: Sequence[Row], labeled: StepTokens | ClassTokens, recipe: Recipe) -> Part:
+    """Return rows with labels; those that are too long are left out or cut, as in training."""
+    room, tokens = room_of(recipe), labeled.of_all
+    try:
+        encoded = [(row, *tokens.of_row(row)) for row in rows]
+    except BadRow as error:
+        raise DataError(f"{of}: {error}") from None
+    complete = [(row, ids, labels) for row, num_given, ids, labels in encoded if room.has(num_given, [len(ids)])]
     if not complete:
-        problem = f"{of}: none of {counted(len(rows), 'row')} is short enough: limit {max_length:,} tokens"
+        problem = f"{of}: none of {counted(len(rows), 'row')} is short enough: limit {room.max_length:,} tokens"
         raise DataError(problem, hint="pass shorter ones")
-    return JudgedSteps(of, [ids for ids, _ in complete], [labels for _, labels in complete])
+    if isinstance(tokens, StepTokens):
+        return JudgedSteps(of, [ids for _, ids, _ in complete], [labels for *_, labels in complete])
+    texts = [ids[: room.max_length] for _, ids, _ in complete]
+    return JudgedTexts(of, texts, [tokens.target(row) for row, *_ in complete])
 
 
 def _questions(rows: Rows, rewards: Sequence[Reward], found: Trained, tokenizer: "Tokenizer", wish: Wish) -> Part:

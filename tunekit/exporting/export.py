@@ -350,7 +350,7 @@ def _base(found: Trained, dtype: Dtype) -> Any:
     """Return the model below an adapter, on the CPU."""
     from tunekit.models.load import load_model
 
-    return load_model(found.base, dtype=dtype, device="cpu", judged=found.judged)
+    return load_model(found.base, dtype=dtype, device="cpu", score_head=found.score_head)
 
 
 def _quantized(model: Any, found: Trained, dtype: Dtype, draft: Path) -> Any:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tunekit.data.packing.sequences import common_prefix_length
 from tunekit.errors import ModelError, TunekitError
-from tunekit.estimates.facts import NUM_CLASSES
 from tunekit.estimates.memory.states import Dtype
 from tunekit.inference.inference_model import Trained, find_trained, load_trained, tokenizer_of
 from tunekit.probe.chat_template import template_in_time
@@ -139,15 +138,16 @@ def check(subject: Subject) -> Check:
     prompts = [_ids(theirs, prompt, chat=trained.is_chat) for prompt in _prompts(trained)]
     is_quantized = subject.kind == "quantized"
     model: Any = load_trained(trained, dtype=dtype, device=device, as_trained=is_quantized)
-    answers = [_answer(model, ids, judges=trained.judges) for ids in prompts]
+    scores = trained.judges
+    answers = [_answer(model, ids, judges=scores) for ids in prompts]
     changes = None
     if trained.adapter is not None:
         with model.disable_adapter():
-            changes = [_error(_logits(model, answer.ids), answer.logits) for answer in answers]
+            changes = [_error(_logits(model, answer.ids), answer.logits, scores) for answer in answers]
     del model
     exported: Any = load_exported(subject, trained, dtype=dtype, device=device)
     tolerance = TOLERANCES[subject.dtype if dtype == "float32" else dtype]
-    error = max(_error(_logits(exported, answer.ids), answer.logits) for answer in answers)
+    error = max(_error(_logits(exported, answer.ids), answer.logits, scores) for answer in answers)
     change = None if changes is None else max(changes)
     if not error <= tolerance:  # Not a number is none that is small.
         raise _differs(f"logits differ by {error:.2%} of their spread; tolerance {tolerance:.2%}", subject)
@@ -157,7 +157,7 @@ def check(subject: Subject) -> Check:
             f"spread; the adapter changes them by {change:.2%}",
             hint="export with --dtype float32, or the adapter only with --adapter",
         )
-    num_same = 0 if trained.judges else sum(_num_same(exported, answer, tolerance) for answer in answers)
+    num_same = 0 if scores else sum(_num_same(exported, answer, tolerance) for answer in answers)
     num_tokens = sum(len(answer.ids) - answer.num_prompt for answer in answers)
     return Check(
         num_prompts=len(answers),
@@ -180,7 +180,7 @@ def load_exported(subject: Subject, found: Trained, *, dtype: Dtype, device: str
     is_adapter = subject.kind == "adapter"
     trust = found.base.trust_remote_code
     section = found.base if is_adapter else ModelSection(path=subject.folder, trust_remote_code=trust)
-    model: Any = load_model(section, dtype=dtype, device=device, judged=found.judged)
+    model: Any = load_model(section, dtype=dtype, device=device, score_head=found.score_head)
     if is_adapter or has_adapter_beside(subject.kind, found):
         from peft import PeftModel
 
@@ -252,7 +252,7 @@ def _greedy(model: Any, ids: list[int], num_tokens: int) -> list[int]:
 
 
 def _logits(model: Any, ids: list[int]) -> "Tensor":
-    """Logits at every position, (seq, vocab) or (seq, 2), or the score, (1, 1), in float32 on the CPU."""
+    """Logits at every position, (seq, vocab) or (seq, labels), or the scores, (1, labels), in float32 on the CPU."""
     import torch
 
     inputs = torch.tensor([ids], device=model.device)
@@ -262,9 +262,15 @@ def _logits(model: Any, ids: list[int]) -> "Tensor":
     return logits.reshape(-1, logits.shape[-1])[-len(ids) :].float().cpu()
 
 
-def _error(logits: "Tensor", reference: "Tensor") -> float:
-    """Largest difference of a position's logits as a share of their spread, by root mean squares."""
-    if reference.shape[-1] <= NUM_CLASSES:
+def _error(logits: "Tensor", reference: "Tensor", scores: bool) -> float:
+    """Largest difference of a position's logits as a share of their spread, by root mean squares.
+
+    Args:
+        logits: Of each position.
+        reference: What they should be.
+        scores: True for scores, whose differences are shares of the largest or of 1.
+    """
+    if scores:
         return float((logits - reference).abs().max() / reference.abs().max().clamp_min(1.0))
     spread = (reference - reference.mean(-1, keepdim=True)).square().mean(-1).sqrt()
     error = (logits - reference).square().mean(-1).sqrt() / spread.clamp_min(1e-12)

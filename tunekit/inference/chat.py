@@ -19,7 +19,7 @@ from typing import Any
 from tunekit.data.formats.row_formats import BadRow
 from tunekit.data.media.kinds import KINDS, find_medium
 from tunekit.errors import RunError
-from tunekit.inference.inference_model import GENERATES_NOTHING, Device, find_trained
+from tunekit.inference.inference_model import Device, find_trained, generates_nothing
 from tunekit.inference.vllm import Backend, missing
 from tunekit.recipe.sections.data import MediaKind
 from tunekit.runs.events import Event
@@ -76,7 +76,7 @@ class Talk(contextlib.AbstractContextManager["Talk"]):
     ) -> None:
         trained = find_trained(run, checkpoint)
         if trained.judges:
-            raise RunError(f"{trained.name} {GENERATES_NOTHING}", hint="chat with a run of another method")
+            raise RunError(generates_nothing(trained), hint="chat with a run of another method")
         if compare and not trained.can_compare:
             raise RunError(f"{trained.name} was not trained by a run: no model before training", hint="pass a run")
         if backend == "vllm" and (absent := missing()) is not None:

@@ -23,7 +23,7 @@ from tunekit.probe.model_files import check_settings
 from tunekit.probe.new_tokens import add_new_tokens
 from tunekit.probe.origin import ADAPTER_WEIGHTS, in_folder, origin_of
 from tunekit.recipe.load import reload_recipe
-from tunekit.recipe.methods.spec import Judged
+from tunekit.recipe.methods.spec import ScoreHead
 from tunekit.recipe.sections.adapters import (
     AnyPeftAdapter,
     FullAdapter,
@@ -75,14 +75,14 @@ class Trained:
         return None if self.run is None else self.run.recipe.train.qat
 
     @property
-    def judged(self) -> Judged | None:
-        """Kind of score that it gives; None if it generates."""
-        return None if self.run is None else self.run.recipe.method.spec.classifies
+    def score_head(self) -> ScoreHead | None:
+        """Head by which it scores; None if it generates."""
+        return None if self.run is None else self.run.recipe.method.score_head
 
     @property
     def judges(self) -> bool:
         """True if it scores texts or steps and generates none."""
-        return self.judged is not None
+        return self.score_head is not None
 
     @property
     def is_chat(self) -> bool:
@@ -232,7 +232,7 @@ def load_trained(
         dtype=stored_dtype(found) if dtype == "auto" else dtype,
         device=device,
         quantization=adapter if as_trained and isinstance(adapter, QloraAdapter) else None,
-        judged=found.judged,
+        score_head=found.score_head,
     )
     if as_trained and found.qat is not None:
         from tunekit.models.fake_quantization import to_fake_quantized
@@ -242,7 +242,7 @@ def load_trained(
         from peft import get_peft_model
 
         folder = Path(found.folder)
-        adapted = get_peft_model(model, peft_config(adapter, model, task=task_of(found.judged), trained=folder))
+        adapted = get_peft_model(model, peft_config(adapter, model, task=task_of(found.score_head), trained=folder))
         read_adapter(adapted, folder)
         if isinstance(adapter, PromptTuningAdapter):
             hide_virtual_tokens(adapted)
@@ -430,7 +430,10 @@ def load_any(found: Trained, *, device: Device = "auto", dtype: Dtype | Literal[
     return Loaded(found, model, tokenizer, where, chosen)
 
 
-GENERATES_NOTHING = "is a reward model and generates no text"
+def generates_nothing(found: Trained) -> str:
+    """Return the words for a model that scores and gives no answers."""
+    is_classifier = found.score_head is not None and found.score_head.scores == "classes"
+    return f"{found.name} is a {'classifier' if is_classifier else 'reward model'} and generates no text"
 
 
 def refuse_judges(found: Trained) -> None:
@@ -440,7 +443,7 @@ def refuse_judges(found: Trained) -> None:
         RunError: It is one.
     """
     if found.judges:
-        raise RunError(f"{found.name} {GENERATES_NOTHING}", hint="pass a run of another method")
+        raise RunError(generates_nothing(found), hint="pass a run of another method")
 
 
 def device_for(device: Device) -> str:

@@ -19,7 +19,7 @@ from tunekit.recipe.methods.on_policy import RewardedMethod
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.data import CompleteSource
 from tunekit.runs.fingerprints import continued
-from tunekit.runs.prepared_data import answered_rows, room_of, step_tokens_of
+from tunekit.runs.prepared_data import answered_rows, labeled_tokens_of, room_of
 
 
 @dataclass(frozen=True)
@@ -116,10 +116,10 @@ def _tokens(recipe: Recipe, rows: Rows, *, is_trained: bool) -> _Tokens:
             if rows.media:
                 processor = load_processor(recipe.model, tokenizer, rows.media)
                 room, pictures = replace(room, cuts=False), PictureAnswers(processor)
-            steps = step_tokens_of(recipe, tokenizer)
-            if steps is not None and not is_trained:
-                steps = steps.of_all
-            return _Tokens(preview.answered_sequences(rows, tokenizer, room, pictures, steps), notes)
+            labeled = labeled_tokens_of(recipe, tokenizer)
+            if labeled is not None and not is_trained:
+                labeled = labeled.of_all
+            return _Tokens(preview.answered_sequences(rows, tokenizer, room, pictures, labeled), notes)
         media = MediaTokens(load_processor(recipe.model, tokenizer, rows.media)) if rows.media else None
         show, encoder = preview.trained_sequences(
             rows, tokenizer, recipe.data.max_length, media, too_long=recipe.data.too_long

@@ -5,22 +5,15 @@ cross-entropy of transformers' models for token classification. The loss is a me
 however rows are divided into micro-batches.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-import torch
-from torch import Tensor
-from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader
-from transformers.trainer_utils import EvalLoopOutput
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from tunekit.data.tokenization.steps import SEPARATOR_KEY, StepTokens
-from tunekit.kernels.cross_entropy import IGNORED
 from tunekit.methods.arguments import Parts
+from tunekit.methods.classification import ClassificationTrainer
 from tunekit.methods.run_trainer import RunTrainer
-from tunekit.methods.sft import TokenMeanSFTTrainer, token_trainer
+from tunekit.methods.sft import token_trainer
 from tunekit.recipe.methods.prm import PRMMethod
 
 
@@ -42,45 +35,7 @@ def build(method: PRMMethod, parts: Parts) -> RunTrainer:
     return token_trainer(PRMTrainer, with_tokens, {**method.trainer_args, "router_aux_loss_coef": 0.0}, collation)
 
 
-class PRMTrainer(TokenMeanSFTTrainer):
-    """TokenMeanSFTTrainer whose loss is the cross-entropy of steps, a mean over the steps of an optimizer step."""
+class PRMTrainer(ClassificationTrainer):
+    """ClassificationTrainer of tokens: steps at the last tokens of their separators, and -100 elsewhere."""
 
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given)
-        self._num_right = self._num_steps = 0.0
-        """Steps of an evaluation so far: those whose likelier class is their label, and all."""
-
-    def compute_loss(
-        self,
-        model: Any,
-        inputs: Mapping[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | None = None,
-    ) -> Any:
-        """The loss of a micro-batch, as its share of the mean over the steps of the optimizer step."""
-        logits = model(**{name: value for name, value in inputs.items() if name != "labels"}, use_cache=False).logits
-        is_step = inputs["labels"] != IGNORED
-        scores, labels = logits[is_step], inputs["labels"][is_step]
-        summed = cross_entropy(scores.to(torch.promote_types(scores.dtype, torch.float32)), labels, reduction="sum")
-        self._keep_counts([(scores.argmax(-1) == labels).sum(), is_step.sum(), inputs["attention_mask"].sum()])
-        loss = self._share(summed, len(labels), num_items_in_batch if self.model.training else None)
-        return (loss, None) if return_outputs else loss
-
-    def _tell(self, noted: list[Tensor], mode: str) -> None:
-        """Log what was kept of micro-batches, of all processes together. Called by all of them."""
-        # (processes, micro-batches, counts)
-        gathered = self.accelerator.gather(torch.stack(noted)[None])
-        num_right, num_steps, num_read = gathered.sum((0, 1)).tolist()
-        if mode == "train":
-            self._total_train_tokens += int(num_read)
-            self._metrics[mode]["accuracy"].append(num_right / max(1.0, num_steps))
-        else:
-            self._num_right += num_right
-            self._num_steps += num_steps
-            self._metrics[mode]["accuracy"] = [self._num_right / max(1.0, self._num_steps)]
-        self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
-
-    def evaluation_loop(self, dataloader: DataLoader[Any], *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """Evaluate all rows, whose steps count alike."""
-        self._num_right = self._num_steps = 0.0
-        return super().evaluation_loop(dataloader, *args, **kwargs)
+    reports_f1 = False

@@ -459,20 +459,21 @@ def num_missing(num_rows: int, multiple: int) -> int:
     return -num_rows % multiple
 
 
-def filled(rows: "Dataset", multiple: int, pad_token_id: int) -> "Dataset":
+def filled(rows: "Dataset", multiple: int, pad_token_id: int, no_labels: Any = (-100,)) -> "Dataset":
     """Rows, and behind them as many without a trained token as fill a multiple.
 
     Args:
         rows: Columns `input_ids` and `labels`, with `seq_lengths` where packed.
         multiple: Rows that are computed at the same time.
         pad_token_id: The one token of an empty row.
+        no_labels: Its labels.
     """
     from datasets import Dataset, concatenate_datasets
 
     missing = num_missing(len(rows), multiple)
     if missing == 0:
         return rows
-    columns = {name: [value] * missing for name, value in _empty(rows.column_names, pad_token_id).items()}
+    columns = {name: [value] * missing for name, value in _empty(rows.column_names, pad_token_id, no_labels).items()}
     return concatenate_datasets([rows, Dataset.from_dict(columns, features=rows.features)])
 
 
@@ -501,9 +502,9 @@ def filled_stream(rows: "IterableDataset", multiple: int, pad_token_id: int) -> 
     return rows.map(fill, batched=True, batch_size=multiple, features=rows.features)
 
 
-def _empty(columns: list[str], pad_token_id: int) -> dict[str, Any]:
+def _empty(columns: list[str], pad_token_id: int, no_labels: Any = (-100,)) -> dict[str, Any]:
     """A row of one token that is not trained on."""
-    row: dict[str, Any] = {"input_ids": [pad_token_id], "labels": [-100], "seq_lengths": [1]}
+    row: dict[str, Any] = {"input_ids": [pad_token_id], "labels": no_labels, "seq_lengths": [1]}
     # Any token of another vocabulary is one that is not trained on.
     row |= {TEACHER_IDS: [0], TEACHER_LABELS: [-100]}
     row |= {TEXT: [None], MEDIA: [[]]} if "seq_lengths" in columns else {TEXT: None, MEDIA: []}

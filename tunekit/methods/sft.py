@@ -15,6 +15,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
 
 from tunekit.data.media.collate import MediaCollator
+from tunekit.kernels.cross_entropy import IGNORED
 from tunekit.methods.arguments import Parts
 from tunekit.methods.run_trainer import Order, RunTrainer, filled, filled_stream, keep_order, num_missing
 from tunekit.recipe.methods.sft import SFTMethod
@@ -35,6 +36,8 @@ def token_trainer(
     parts: Parts,
     trainer_args: Mapping[str, Any],
     given: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    no_labels: Any = (IGNORED,),
 ) -> RunTrainer:
     """A trainer over token ids and labels, whose losses are means over the tokens of a step.
 
@@ -43,6 +46,7 @@ def token_trainer(
         parts: The parts of a trainer.
         trainer_args: Arguments of SFTConfig.
         given: Arguments of the trainer that only its class has.
+        no_labels: Labels of a row that is not trained on.
     """
     from datasets import Dataset
     from trl import SFTConfig
@@ -57,11 +61,11 @@ def token_trainer(
     if isinstance(train_dataset, Dataset):
         num_rows, missing = len(train_dataset), num_missing(len(train_dataset), at_once)
         order = Order(num_rows, missing, repeats=False, shuffle=parts.data.shuffle, seed=parts.train.seed)
-        train_dataset = filled(train_dataset, at_once, pad)
+        train_dataset = filled(train_dataset, at_once, pad, no_labels)
     else:
         train_dataset = filled_stream(train_dataset, parts.train.global_batch_size, pad)
     if eval_dataset is not None:
-        eval_dataset = filled(eval_dataset, at_once, pad)
+        eval_dataset = filled(eval_dataset, at_once, pad, no_labels)
     collation: dict[str, Any] = {}
     if parts.processor is not None:
         collator = MediaCollator(parts.processor, scores_positions=parts.head != "tiles", packs=parts.plan.padding_free)
@@ -204,9 +208,9 @@ class TokenMeanSFTTrainer(SFTTrainer):  # type: ignore[misc]
         self._keep_counts(counts)
 
     def _keep_counts(self, counts: list[torch.Tensor]) -> None:
-        """Keep the counts of a micro-batch until they are logged: scalars, the same ones each time."""
+        """Keep the counts of a micro-batch until they are logged: scalars or `(n,)`, the same ones each time."""
         device = counts[0].device
-        own = torch.stack([count.detach().to(device, torch.float64) for count in counts])
+        own = torch.cat([count.detach().to(device, torch.float64).view(-1) for count in counts])
         if self.model.training:
             self._noted.append(own)
         else:

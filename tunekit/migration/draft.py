@@ -64,6 +64,11 @@ class Draft:
         return METHODS[self.method].spec.masks_as_told
 
     @property
+    def drops_too_long(self) -> bool:
+        """True if the method can drop rows that are too long."""
+        return METHODS[self.method].offers(("data", "too_long"))
+
+    @property
     def has_adapter(self) -> bool:
         """True if not all weights are trained."""
         return self.values.get("adapter.type") != "full"

@@ -125,7 +125,7 @@ def batching(draft: Draft, entry: Entry) -> Fate:
 def model_class(draft: Draft, entry: Entry) -> Fate:
     """The kind of model."""
     if entry.value == "cls":
-        raise UnfitError("classifiers are unsupported; method: reward scores answers")
+        raise UnfitError("classifiers are not migrated; method: classification trains them")
     return Fate("decided", reason("model_class"))
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tunekit.errors import RecipeError
 from tunekit.migration import distillation, images, optimizers
 from tunekit.migration import training as hf
 from tunekit.migration.draft import Draft, UnfitError, carried, names, number, reason, text, truth, whole
@@ -71,6 +72,16 @@ def prepare_training(draft: Draft, *, default_tuner: str) -> None:
     if kind is not None and kind not in _METHODS:
         raise draft.no_method("rlhf_type", kind)
     draft.put("method.type", _METHODS[kind] if kind else "sft", "rlhf_type")
+    if kind is None and _is_classifier(draft):
+        draft.put("method.type", "classification", "task_type")
+        labels = draft.get("num_labels")
+        if not isinstance(labels, int) or labels < 2:
+            where = f"{draft.original.path}:{draft.line_of('num_labels') or draft.line_of('task_type')}"
+            problem = f"{where}: num_labels: must be a number of labels, at least 2, got {labels}"
+            raise RecipeError(problem, hint="set it; regression is unsupported")
+        draft.put("method.num_labels", labels, "num_labels")
+        if draft.get("problem_type") is not None:
+            draft.put("method.problem_type", draft.get("problem_type"), "problem_type")
     if kind == "simpo":
         draft.put("method.loss_type", "simpo", "rlhf_type")
     if kind == "gkd":
@@ -88,6 +99,30 @@ def prepare_training(draft: Draft, *, default_tuner: str) -> None:
         draft.put("adapter.new_layers", draft.get("llamapro_num_new_blocks", 4), "llamapro_num_new_blocks")
     for target, key in (("data.train", "dataset"), ("data.eval", "val_dataset")):
         hf.put_sources(draft, target, list(_sources(draft, key)), key)
+
+
+def _is_classifier(draft: Draft) -> bool:
+    """Return whether a classifier is trained; ms-swift takes labels for one too (swift/model/model_meta.py)."""
+    task = draft.get("task_type")
+    return bool(task == "seq_cls" or (task is None and draft.get("num_labels") is not None))
+
+
+def task(draft: Draft, entry: Entry) -> Fate:
+    """What the model is trained for."""
+    if draft.method == "classification":
+        if images.family(draft) is not None:
+            raise UnfitError("classification reads texts: a model of images is unsupported")
+        return carried("method.type", "classification")
+    if entry.value == "causal_lm":
+        return Fate("silent", "is the default")
+    raise UnfitError(f"{entry.value} is unsupported")
+
+
+def labels(draft: Draft, entry: Entry) -> Fate:
+    """The number of labels, or whether a text has several of them."""
+    if draft.method != "classification":
+        raise UnfitError("method: reward has one output")
+    return carried(f"method.{entry.key}", draft.values[f"method.{entry.key}"])
 
 
 def _sources(draft: Draft, key: str) -> Iterator[dict[str, Any]]:

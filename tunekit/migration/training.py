@@ -341,7 +341,7 @@ def too_long(draft: Draft, entry: Entry) -> Fate:
     if entry.value == at_end[draft.tool]:
         return Fate("silent", "rows longer than data.max_length are truncated at the end in tunekit too")
     ours = {"drop": "drop", "delete": "drop", "raise": "refuse"}.get(str(entry.value))
-    if ours is not None and draft.has_own_rows:
+    if ours is not None and (draft.has_own_rows or (ours == "drop" and draft.drops_too_long)):
         return draft.carry(entry, "data.too_long", ours)
     verb = {"drop": "dropped", "refuse": "an error"}.get(str(ours), f"'{entry.value}'")
     return Fate("different", f"rows longer than data.max_length are {verb} in {draft.tool}; {reason('cut')}")
@@ -349,7 +349,7 @@ def too_long(draft: Draft, entry: Entry) -> Fate:
 
 def drops_too_long(draft: Draft, key: str, value: str) -> None:
     """Let the recipe drop rows that are too long where the original does not say so, or note that it does not."""
-    if draft.get(key) is None and draft.has_own_rows:
+    if draft.get(key) is None and draft.drops_too_long:
         draft.assume({"data.too_long": "drop"})
     elif draft.get(key) is None and draft.method != "grpo":
         media = "images" if draft.has_images else "audio" if draft.has_audio else None

@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tunekit.errors import ModelError, loading_errors
-from tunekit.estimates.facts import NUM_CLASSES
 from tunekit.estimates.memory.states import Dtype
 from tunekit.estimates.models.model_config import model_types, read_past_of
 from tunekit.estimates.models.rope import Rope, are_told_apart, full_of, scaled
@@ -46,12 +45,12 @@ from tunekit.models.virtual_tokens import hide_virtual_tokens
 from tunekit.planner.decisions.backends import FLOAT8_MULTIPLE
 from tunekit.planner.plan import VARLEN
 from tunekit.probe.chat_template import end_answers, take_texts, template_text
-from tunekit.probe.model import auto_class, model_folder, with_tokenizer
+from tunekit.probe.model import auto_class, model_folder, scores, with_tokenizer
 from tunekit.probe.model_files import check_normalizer, check_settings
 from tunekit.probe.new_tokens import NewTokens, add_new_tokens
 from tunekit.probe.origin import ADAPTER_CONFIG, ADAPTER_WEIGHTS, origin_of
 from tunekit.probe.processors import kinds_of
-from tunekit.recipe.methods.spec import Judged
+from tunekit.recipe.methods.spec import Judged, ScoreHead
 from tunekit.recipe.sections.adapters import (
     ALL_LINEAR,
     AdaloraAdapter,
@@ -285,7 +284,7 @@ def load_model(
     device: str | None,
     quantization: QloraAdapter | None = None,
     distributed: "DistributedConfig | None" = None,
-    judged: Judged | None = None,
+    score_head: ScoreHead | None = None,
     head_seed: int = 0,
 ) -> "PreTrainedModel":
     """The model on its device.
@@ -300,8 +299,8 @@ def load_model(
         device: Where the weights go: `cpu`, `cuda` or `meta`; None where DeepSpeed divides them as they are read.
         quantization: How to quantize linear layers and experts to 4 bits, or None.
         distributed: How to divide it over the processes, each of which loads its part to its own device then.
-        judged: What is scored, for a model that has a score for a head.
-        head_seed: Seed of that score. A model that has one already keeps it.
+        score_head: Head of a model that scores and does not write.
+        head_seed: Seed of that head. A model that has one already keeps it.
 
     Raises:
         ModelError: The model cannot be loaded.
@@ -316,7 +315,7 @@ def load_model(
     if attn_implementation == VARLEN:
         register_packed_attention()
     torch_dtype = getattr(torch, dtype)
-    if judged is not None:
+    if score_head is not None:
         set_seed(head_seed)
     is_given = device == "meta" and distributed is None
     try:
@@ -326,7 +325,10 @@ def load_model(
             from tunekit.models.published import how_to_read
 
             config = how_to_read(files, quantization, torch_dtype)
-        kind = auto_class(files) if judged is None else _with_score(files, judged, section)
+        kind = auto_class(files) if score_head is None else _with_score(files, score_head, section)
+        if score_head is not None and not (has_score(files) and files.get_text_config().pad_token_id is not None):
+            # A text is scored at its last token but this one, in training as where the result is read.
+            files.get_text_config().pad_token_id = load_tokenizer(section).pad_token_id
         with _keeping_buffers() if is_given else contextlib.nullcontext():
             model, info = kind.from_pretrained(
                 model_folder(section),
@@ -356,7 +358,7 @@ def load_model(
             f"model.path: the weights of {section.path!r} are damaged: {_first_line(error)}",
             hint="download or save them again",
         ) from error
-    heads = SCORES if judged is not None else ()
+    heads = SCORES if score_head is not None else ()
     missing = sorted(name for name in info["missing_keys"] if not name.startswith(heads))
     if missing:
         raise ModelError(
@@ -383,46 +385,82 @@ SCORES = ("score.", "classifier.")
 """Names of heads that judge, in transformers' models for sequence and token classification."""
 
 
-def _with_score(config: "PretrainedConfig", judged: Judged, section: ModelSection) -> Any:
+def _with_score(config: "PretrainedConfig", head: ScoreHead, section: ModelSection) -> Any:
     """Return the auto class of models with a score for a head, and set its size in a model's configuration.
 
     Raises:
-        ModelError: The family has none that scores steps.
+        ModelError: The family has no such head, or the model has one for other labels.
     """
     from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-    if judged == "text":
-        config.num_labels = 1
+    _check_has_head(config, head, section)
+    if head.scores == "classes":
+        _check_same_labels(config, head, section)
+        config.problem_type = head.problem_type
+    config.num_labels = head.num_labels
+    if head.labels:
+        config.id2label = dict(enumerate(head.labels))
+        config.label2id = {label: index for index, label in enumerate(head.labels)}
+    if head.scores != "steps":
         return AutoModelForSequenceClassification
-    _check_scores_tokens(config, section)
-    config.num_labels = NUM_CLASSES
     # By default some families drop a tenth of what the score reads.
     config.classifier_dropout = 0.0
     return AutoModelForTokenClassification
 
 
-def check_scores_steps(section: ModelSection) -> None:
-    """Check by its configuration that transformers can build a model with a score of each token.
+def has_score(config: "PretrainedConfig") -> bool:
+    """Return whether a model has been saved with a head that scores."""
+    return scores(config.to_dict())
+
+
+def _check_same_labels(config: "PretrainedConfig", head: ScoreHead, section: ModelSection) -> None:
+    """Refuse a classifier of other labels, or of the same ones in another order.
 
     Raises:
-        ModelError: It cannot, or the configuration cannot be read.
+        ModelError: It is one.
+    """
+    if not has_score(config):
+        return
+    own = tuple(config.id2label[index] for index in range(config.num_labels))
+    is_named = own != tuple(f"LABEL_{index}" for index in range(config.num_labels))
+    if head.num_labels == config.num_labels and (not head.labels or not is_named or head.labels == own):
+        return
+    names = f": {', '.join(own[:12])}" if is_named else ""
+    problem = f"method.labels: {section.path!r} is a classifier of {config.num_labels} labels{names}"
+    raise ModelError(problem, hint="set the same labels in the same order, or start from its base model")
+
+
+def check_has_head(section: ModelSection, head: ScoreHead) -> None:
+    """Check by its configuration that transformers can build a model with a head.
+
+    Raises:
+        ModelError: It cannot, the model has one for other labels, or the configuration cannot be read.
     """
     origin = origin_of(section)
     base = section if origin is None or origin.adapter is None else origin.base
     try:
-        _check_scores_tokens(read_config(base), base)
+        _with_score(read_config(base), head, base)
     except (OSError, ValueError) as error:
         raise ModelError(f"model.path: {section.path!r} cannot be loaded: {_first_line(error)}") from error
 
 
-def _check_scores_tokens(config: "PretrainedConfig", section: ModelSection) -> None:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
+def _check_has_head(config: "PretrainedConfig", head: ScoreHead, section: ModelSection) -> None:
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+        MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    )
 
+    of_tokens = head.scores == "steps"
+    supported = (
+        MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES if of_tokens else MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    )
     own = section.trust_remote_code and config.to_dict().get("auto_map")
-    if config.model_type in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES or own:
+    if config.model_type in supported or own:
         return
-    problem = f"model.path: transformers has no model for token classification of type {config.model_type}"
-    raise ModelError(problem, hint="use another model, such as a Qwen3 or a Llama, to score steps")
+    task = "token" if of_tokens else "sequence"
+    problem = f"model.path: transformers has no model for {task} classification of type {config.model_type}"
+    use = "score steps" if of_tokens else "score texts"
+    raise ModelError(problem, hint=f"use another model, such as a Qwen3 or a Llama, to {use}")
 
 
 def complete_outputs(model: "PreTrainedModel") -> None:
@@ -655,10 +693,15 @@ Task = Literal["CAUSAL_LM", "SEQ_CLS", "TOKEN_CLS"]
 """PEFT's task type. With the last two the score that replaces the head is trained and saved whole."""
 
 
-def task_of(judged: Judged | None) -> Task:
-    """Return PEFT's task type of a model, by what it scores; None: it generates."""
-    tasks: dict[Judged | None, Task] = {None: "CAUSAL_LM", "text": "SEQ_CLS", "steps": "TOKEN_CLS"}
-    return tasks[judged]
+def task_of(head: ScoreHead | None) -> Task:
+    """Return PEFT's task type of a model, by its head; None: it generates."""
+    tasks: dict[Judged | None, Task] = {
+        None: "CAUSAL_LM",
+        "text": "SEQ_CLS",
+        "classes": "SEQ_CLS",
+        "steps": "TOKEN_CLS",
+    }
+    return tasks[None if head is None else head.scores]
 
 
 def attach_adapter(

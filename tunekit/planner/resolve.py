@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tunekit.errors import PlanError
-from tunekit.estimates.facts import DataFacts, Hardware, ModelFacts
+from tunekit.estimates.facts import SCORE, DataFacts, Hardware, ModelFacts
 from tunekit.estimates.memory.memory import RESERVE_SHARE, MemoryEstimate, saving_of
 from tunekit.estimates.memory.sharding import zero_buckets
 from tunekit.estimates.memory.states import num_trainable_params, reference_of
@@ -222,9 +222,21 @@ def _planned(
 
 
 def _as_trained(model: ModelFacts, recipe: Recipe) -> ModelFacts:
-    """The model as its method loads it, and with the layers that its adapter inserts; it may be that already."""
-    if recipe.method.spec.classifies is not None and not model.judges:
-        model = model.as_judge(recipe.method.spec.classifies)
+    """The model as its method loads it, and with the layers that its adapter inserts; it may be that already.
+
+    Raises:
+        PlanError: The model scores texts by a head that is not the method's.
+    """
+    head = recipe.method.score_head
+    if head is None and model.judges:
+        problem = f"model.path: {model.path!r} scores texts and generates none ({model.architecture})"
+        raise PlanError(problem, hint="use a generative model, or method classification")
+    if head is not None and model.judges and model.tensors[SCORE][0] != head.num_labels:
+        num = model.tensors[SCORE][0]
+        problem = f"model.path: the head of {model.path!r} has {num} labels, but that of the method {head.num_labels}"
+        raise PlanError(problem, hint="use a generative model, or as many labels")
+    if head is not None and not model.judges:
+        model = model.as_judge(head)
     num_new = recipe.adapter.new_layers if isinstance(recipe.adapter, FullAdapter) else None
     if num_new is None or model.num_new_layers or model.num_layers % num_new:
         return model

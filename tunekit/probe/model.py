@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tunekit.errors import ModelError, loading_errors
-from tunekit.estimates.facts import ModelFacts, Origin, TemplateFacts
+from tunekit.estimates.facts import SCORE, ModelFacts, Origin, TemplateFacts
 from tunekit.estimates.memory.experts import fused_experts
 from tunekit.estimates.models.architectures import tensors_of
 from tunekit.estimates.models.model_config import (
@@ -455,13 +455,17 @@ def _hub_errors(model: ModelSection) -> Iterator[None]:
 
 def _read_folder(folder: Path, path: str, stored: Tensors | None = None) -> ModelFacts:
     config = _read_config(folder, path)
-    _check_causal(config, path)
+    is_judge = scores(config)
+    if not is_judge:
+        _check_causal(config, path)
     if stored is None and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ModelError(
             f"model.path: {path!r} has no tokenizer",
             hint="the folder is incomplete: save the tokenizer with the model",
         )
     tensors = stored if stored is not None else read_tensors(folder, path)
+    if is_judge and SCORE not in tensors:
+        _check_causal(config, path)
     packed = None
     if method_of(config) is not None and (is_known(config) or _is_of_transformers(config)):
         # What is stored then are packed blocks and their scales, not the weights that are trained.
@@ -486,6 +490,14 @@ def _nested(config: dict[str, Any]) -> dict[str, Any]:
     settings = config_class(config)
     text = None if settings is None else settings.to_dict().get("text_config")
     return config if text is None else {**config, "text_config": text}
+
+
+def scores(config: Mapping[str, Any]) -> bool:
+    """Return whether a model scores texts or tokens: a decoder, which reads them from left to right, if its head is
+    called a score.
+    """
+    architectures = config.get("architectures") or []
+    return any(name.endswith(("ForSequenceClassification", "ForTokenClassification")) for name in architectures)
 
 
 def _check_causal(config: Mapping[str, Any], path: str) -> None:
@@ -561,6 +573,7 @@ def _facts(
         has_chat_template=has_chat_template,
         published_as=method_of(config),
         why_unread=why_unread(config),
+        judges=scores(config),
         is_multimodal="text_config" in config,
         tower=_tower(config),
         num_read_tower_layers=_num_read_layers(config),

@@ -40,8 +40,9 @@ from tunekit.probe.model import TOKENIZER_FILES, fetched_folder, model_folder, w
 from tunekit.probe.origin import ADAPTER_CONFIG, COMMIT, check_code, code_of, is_folder, is_result, origin_of
 from tunekit.recipe import load
 from tunekit.recipe.chat_templates import named_template
-from tunekit.recipe.load import AnyOverrides, load_recipe_with_notes, override_words
+from tunekit.recipe.load import AnyOverrides, load_recipe_with_notes, override_words, reload_recipe
 from tunekit.recipe.methods import METHODS, has_teacher, is_rewarded
+from tunekit.recipe.methods.spec import Judged
 from tunekit.recipe.reading.parse import Fault, Key, dotted
 from tunekit.recipe.reading.phrases import show
 from tunekit.recipe.schema import Recipe
@@ -371,6 +372,13 @@ def _conflicts(recipe: Recipe) -> Iterator[Conflict]:
         yield from _conflicts_with(origin, recipe)
 
 
+_SCORED: dict[Judged, str] = {
+    "text": "a reward model: it scores answers",
+    "steps": "a process reward model: it scores steps",
+    "classes": "a classifier: it scores texts",
+}
+
+
 def _conflicts_with(origin: Origin, recipe: Recipe) -> Iterator[Conflict]:
     """Yield conflicts of a recipe with the run or the adapter that it starts from."""
     if recipe.model.revision is not None:
@@ -379,12 +387,18 @@ def _conflicts_with(origin: Origin, recipe: Recipe) -> Iterator[Conflict]:
     judged = METHODS[origin.runs[-1].method].spec.classifies if origin.runs else None
     wanted = recipe.method.spec.classifies
     if judged is not None and wanted != judged:
-        kind = "a reward model: it scores answers" if judged == "text" else "a process reward model: it scores steps"
-        what = f"{origin.name} is {kind} and generates none"
+        what = f"{origin.name} is {_SCORED[judged]} and generates none"
         yield Conflict(("model", "path"), what, "set a run that trained a generative model")
     if judged is None and wanted is not None and origin.adapter is not None:
-        what = f"the adapter of {origin.name} is for a generative model and cannot be trained as a reward model"
+        aim = "classifier" if wanted == "classes" else "reward model"
+        what = f"the adapter of {origin.name} is for a generative model and cannot be trained as a {aim}"
         yield Conflict(("model", "path"), what, "start from its base model, or from a full fine-tuning run")
+    if judged == wanted == "classes":
+        earlier = reload_recipe(Path(origin.folder).parent / "recipe.yaml")
+        if earlier.method.score_head != recipe.method.score_head:
+            what = f"{origin.name} was trained on other labels, or on another problem_type"
+            hint = "set the same ones in the same order, or start from its base model"
+            yield Conflict(("method", "labels"), what, hint)
     for field, requested, has in contradictions(origin, recipe.adapter):
         what = f"{show(requested)} here, but {show(has)} in the adapter of {origin.name}, which is trained further"
         hint = "unset it, or set adapter.type=full to merge that adapter and train all parameters"

@@ -22,13 +22,14 @@ from tunekit.data.sources.load import LoadedData, Rows
 from tunekit.data.sources.rows import Skipped, is_url, without_user
 from tunekit.data.sources.teacher_prompts import with_teacher_prompts
 from tunekit.data.tokenization.alignment import BARE_PROMPTS, AlignmentSplit, Measured, Room, are_bare, measure_data
+from tunekit.data.tokenization.classes import ClassTokens
 from tunekit.data.tokenization.steps import StepTokens
 from tunekit.data.tokenization.teacher_tokens import TeacherTokenizer
 from tunekit.data.tokenization.tokenize import TokenReport
 from tunekit.errors import DataError, ModelError
 from tunekit.estimates.facts import DataFacts, SourceFacts
 from tunekit.files import SHIPPED_MODELS
-from tunekit.models.load import PROCESSORS, check_scores_steps, load_processor, load_tokenizer
+from tunekit.models.load import PROCESSORS, check_has_head, load_processor, load_tokenizer
 from tunekit.recipe.chat_templates import named_template
 from tunekit.recipe.methods import (
     Method,
@@ -249,12 +250,13 @@ def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None 
             _check_all_have_pictures((*data.train, *data.eval))
             if has_teacher(recipe.method):
                 _check_teacher_reads(recipe.method.teacher, recipe, answers.images, (*data.train, *data.eval))
-    steps = step_tokens_of(recipe, tokenizer)
-    if steps is not None:
-        check_scores_steps(recipe.model)
-        steps.check()
-    by_split = None if steps is None else steps.by_split
-    splits = measure_data(recipe.data, data, tokenizer, room, on_progress, answers=answers, steps=by_split)
+    head, labeled = recipe.method.score_head, labeled_tokens_of(recipe, tokenizer)
+    if head is not None:
+        check_has_head(recipe.model, head)
+    if isinstance(labeled, StepTokens):
+        labeled.check()
+    by_split = None if labeled is None else labeled.by_split
+    splits = measure_data(recipe.data, data, tokenizer, room, on_progress, answers=answers, labeled=by_split)
     train, shares = splits[0], splits[0].shares
     evaluated = sum(len(source.kept) for source in splits[1].sources) if len(splits) > 1 else None
     facts = DataFacts(
@@ -283,14 +285,22 @@ def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None 
         for source in split.sources
         if source.num_dropped
     )
-    divided = [] if steps is None else list(_divided_steps(steps, data.train))
-    return PreparedRows(splits, facts, (*data.notes, *bare, *skipped, *divided), data.skipped)
+    about_labels: Iterable[str] = ()
+    if isinstance(labeled, StepTokens):
+        about_labels = _divided_steps(labeled, data.train)
+    elif labeled is not None:
+        about_labels = labeled.notes(data.train)
+    return PreparedRows(splits, facts, (*data.notes, *bare, *skipped, *about_labels), data.skipped)
 
 
-def step_tokens_of(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase") -> StepTokens | None:
-    """Return the tokens of steps by a recipe; None for a method that does not score them."""
-    steps = recipe.method.step_settings
-    return None if steps is None else StepTokens(tokenizer, steps.separator, steps.only_last)
+def labeled_tokens_of(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase") -> StepTokens | ClassTokens | None:
+    """Return the tokens of rows with labels by a recipe; None for a method that predicts tokens or compares answers."""
+    head, steps = recipe.method.score_head, recipe.method.step_settings
+    if steps is not None:
+        return StepTokens(tokenizer, steps.separator, steps.only_last)
+    if head is not None and head.scores == "classes":
+        return ClassTokens(tokenizer, head, recipe.data.max_length)
+    return None
 
 
 def _divided_steps(steps: StepTokens, sources: Iterable[Rows]) -> Iterator[str]:
@@ -381,7 +391,7 @@ def report_on_rows(
         notes=prepared.notes,
         skipped=prepared.skipped,
         pictures=pictures,
-        steps=step_tokens_of(recipe, tokenizer),
+        labeled=labeled_tokens_of(recipe, tokenizer),
     )
 
 
@@ -401,8 +411,10 @@ def room_of(recipe: Recipe) -> Room:
     """Return the maximum lengths of rows of answers, or of prompts alone."""
     method, max_length = recipe.method, recipe.data.max_length
     if method.spec.classifies:
-        # Half an answer is not judged, so a pair with a longer one is left out, as TRL does.
-        return Room(max_length, max_length, cuts=False)
+        # Half an answer is not judged, so a pair with a longer one is left out, as TRL does; a text is read as far as
+        # the recipe lets it.
+        cuts = method.spec.classifies == "classes" and recipe.data.too_long == "truncate"
+        return Room(max_length, max_length, cuts=cuts)
     if generates(method):
         # TRL cuts no prompt, so that each has to leave room for the longest answer.
         return Room(max_length, max_length - method.max_completion_length, prompts=method.prompt_columns)

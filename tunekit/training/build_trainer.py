@@ -69,7 +69,7 @@ def load_policy(plan: Plan, *, device: str | None) -> "PreTrainedModel":
         attn_implementation=plan.attn_implementation,
         device=device,
         distributed=distributed_config(plan),
-        judged=recipe.method.spec.classifies,
+        score_head=recipe.method.score_head,
         head_seed=recipe.train.seed,
         quantization=recipe.adapter if isinstance(recipe.adapter, QloraAdapter) else None,
     )
@@ -104,7 +104,7 @@ def load_adapted(
         from tunekit.models.fake_quantization import to_fake_quantized
 
         to_fake_quantized(model, recipe.train.qat)
-    task = task_of(recipe.method.spec.classifies)
+    task = task_of(recipe.method.score_head)
     seed, tokens, adapter, sources = recipe.train.seed, plan.new_tokens, recipe.adapter, None
     if isinstance(adapter, LoraAdapter) and adapter.needs_sources:
         if checkpoint is not None and adapter.distributes_ranks:
@@ -123,7 +123,7 @@ def _sources_of(plan: Plan, adapter: LoraAdapter, run: Run | None) -> "Sources":
         return draw(rows, adapter.num_init_rows, plan.recipe.train.seed)
 
     def weights() -> "PreTrainedModel":
-        return load_model(plan.base, dtype=plan.dtype, device="cpu", judged=plan.recipe.method.spec.classifies)
+        return load_model(plan.base, dtype=plan.dtype, device="cpu", score_head=plan.recipe.method.score_head)
 
     return Sources(documents, weights)
 

@@ -15,7 +15,6 @@ from peft import PeftModel
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from tunekit.errors import ModelError, RunError
-from tunekit.estimates.facts import NUM_CLASSES
 from tunekit.estimates.memory.states import BYTES
 from tunekit.models.load import load_model
 from tunekit.planner.plan import Plan
@@ -139,12 +138,13 @@ def _problem(
             raise
         _skip(record, f"{device} has too little free memory to load it in addition to the trained one")
         return None
-    share = logit_error(torch.cat(saved), torch.cat(trained))
+    scores = plan.recipe.method.spec.classifies is not None
+    share = logit_error(torch.cat(saved), torch.cat(trained), scores=scores)
     if share > tolerance and plan.dtype != "float32" and not isinstance(plan.recipe.adapter, QloraAdapter):
         try:
             with torch.no_grad():
                 exact = [_logits(model.float(), row, device) for row in rows]
-            tolerance = max(tolerance, ROUNDINGS * logit_error(torch.cat(saved), torch.cat(exact)))
+            tolerance = max(tolerance, ROUNDINGS * logit_error(torch.cat(saved), torch.cat(exact), scores=scores))
         except (RuntimeError, MemoryError) as error:
             # Without room for it in float32, the tolerance is the usual one.
             if not is_out_of_memory(error):
@@ -156,15 +156,15 @@ def _problem(
     return f"on {len(rows)} rows its logits are off by {share:.2%} of their spread (rounding: up to {tolerance:.2%})"
 
 
-def logit_error(logits: torch.Tensor, reference: torch.Tensor) -> float:
+def logit_error(logits: torch.Tensor, reference: torch.Tensor, *, scores: bool = False) -> float:
     """Return the root mean square of the difference of logits as a share of their spread over the vocabulary.
 
     Args:
-        logits: `(tokens, vocabulary)`, or scores, `(rows, 1)` or `(tokens, 2)`, whose differences are shares of the
-            largest or of 1.
+        logits: `(tokens, vocabulary)`, or scores, `(rows, labels)` or `(tokens, labels)`.
         reference: What they should be.
+        scores: True for scores, whose largest difference is a share of the largest score or of 1.
     """
-    if reference.shape[-1] <= NUM_CLASSES:
+    if scores:
         return float((logits - reference).abs().max() / reference.abs().max().clamp_min(1.0))
     # Tokens that a model rules out have a logit of minus infinity.
     same = logits == reference
@@ -190,7 +190,7 @@ def _load(plan: Plan, folder: Path | None, device: str) -> Any:
         dtype=plan.trained_dtype if is_full else plan.dtype,
         device=device,
         quantization=adapter if isinstance(adapter, QloraAdapter) else None,
-        judged=plan.recipe.method.spec.classifies,
+        score_head=plan.recipe.method.score_head,
     )
     if plan.recipe.train.qat is not None:
         from tunekit.models.fake_quantization import to_fake_quantized
@@ -200,8 +200,8 @@ def _load(plan: Plan, folder: Path | None, device: str) -> Any:
 
 
 def _logits(model: Any, ids: list[int], device: torch.device | str) -> torch.Tensor:
-    """Return the logits of a row, `(tokens, vocabulary)` or `(tokens, 2)`, or its score, `(1, 1)`, in float32 on the
-    CPU.
+    """Return the logits of a row, `(tokens, vocabulary)` or `(tokens, labels)`, or its scores, `(1, labels)`, in
+    float32 on the CPU.
     """
     tokens = torch.tensor([ids], device=device)
     output: torch.Tensor = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits

@@ -30,6 +30,7 @@ from tunekit.runs.run import Run
 _PIPELINES: dict[Judged | None, str] = {
     None: "text-generation",
     "text": "text-classification",
+    "classes": "text-classification",
     "steps": "token-classification",
 }
 """The hub's names of tasks, by what a model scores."""

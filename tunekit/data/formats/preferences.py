@@ -8,7 +8,7 @@ to one question often do, have no prompt in them, and are refused.
 
 import math
 
-from tunekit.data.formats.messages import answer, conversation, prompt, text, unweighted
+from tunekit.data.formats.messages import answer, conversation, prompt, text, turns, unweighted
 from tunekit.data.formats.row_formats import BadRow, Row, counted, described, of_type
 from tunekit.data.packing.sequences import common_prefix_length
 
@@ -181,6 +181,18 @@ def with_labelled_steps(row: Row) -> Row:
         raise BadRow(f"{counted(len(texts), 'step')} in completions, but {counted(len(labels), 'label')}")
     steps = [text(step, f"completions[{i}]") for i, step in enumerate(texts)]
     return {"prompt": question, "completions": steps, "labels": [_step_label(*each) for each in enumerate(labels)]}
+
+
+def with_label(row: Row) -> Row:
+    """A text or a conversation with its label, or with the list of its labels."""
+    value, label = row["prompt"], row["label"]
+    for i, entry in enumerate(label if isinstance(label, list) else [label]):
+        if not isinstance(entry, str | int) or entry == "":
+            where = f"label[{i}]" if isinstance(label, list) else "label"
+            raise BadRow(f"{where} must be the name of a label or its position, got {described(entry)}")
+    if not isinstance(value, list):
+        return {"prompt": text(value, "prompt"), "label": label}
+    return {"prompt": unweighted(turns(value, "prompt")), "label": label}
 
 
 def _step_label(index: int, value: object) -> bool:

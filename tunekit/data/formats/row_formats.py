@@ -91,6 +91,9 @@ def recognise(columns: Iterable[str], learned: Collection[SourceFormat] = ()) ->
     if fitting:
         choices = " or ".join(f"data.format={format}" for format in fitting)
         raise BadRow(f"the columns match {_readings(fitting)}; set {choices}")
+    texts = [name for name in names if name != "label"]
+    if tuple(learned) == ("classification",) and "label" in names and texts:
+        raise BadRow(f"no column prompt, text or messages; set data.columns={{prompt: {shortened(texts[0])}}}")
     raise BadRow(f"no format matches the columns {listed(names)}; {_suggestion(names)}")
 
 
@@ -102,6 +105,11 @@ def _fitting(columns: Collection[str], learned: Collection[SourceFormat] = ()) -
     beside two answers are their prompt, or a conversation: the method tells, which learns from one of them.
     """
     fitting: list[SourceFormat] = [format for format, needed in COLUMNS.items() if set(needed) <= set(columns)]
+    if "classification" in fitting:
+        if "classification" in learned:
+            return ["classification"]
+        # A label beside a prompt is for rewards, or marks an answer.
+        fitting.remove("classification")
     if len(fitting) > 1 and "prompts" in fitting:
         fitting.remove("prompts")
     if "captions" in fitting and set(fitting) - {"captions", "text"}:
@@ -333,6 +341,22 @@ def missing_column(names: Sequence[str], column: str, key: str) -> str | None:
     near = nearest(column, names)
     advice = f"did you mean {listed([near])}?" if near else f"columns: {listed(names)}"
     return f"no column {listed([column])} ({key}); {advice}"
+
+
+_TEXTS = ("text", "messages")
+"""Other names of the column of what is classified."""
+
+
+def names_of_texts(names: Collection[str], columns: Mapping[str, str]) -> dict[str, str]:
+    """Return the name of the column of labeled texts that a source has in place of `prompt`; empty if it has that.
+
+    Args:
+        names: The columns of the source.
+        columns: Mapping of the recipe.
+    """
+    if "prompt" in columns or "prompt" in names:
+        return {}
+    return next(({"prompt": name} for name in _TEXTS if name in names and name not in columns.values()), {})
 
 
 _CAPTIONED = {"image": "file_name", "caption": "text"}

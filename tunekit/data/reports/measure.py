@@ -18,7 +18,7 @@ from tunekit.data.reports.report import Bin, DataReport, Packing, Piece, Repeats
 from tunekit.data.sources.rows import Rows, Skipped
 from tunekit.data.tokenization.alignment import ANSWERS, AlignmentSplit, Measured, tokens_of
 from tunekit.data.tokenization.encode import Encoder
-from tunekit.data.tokenization.steps import StepTokens
+from tunekit.data.tokenization.labeled import LabeledTokens
 from tunekit.data.tokenization.tokenize import TokenReport
 
 if TYPE_CHECKING:
@@ -350,7 +350,7 @@ def report_rows(
     notes: Sequence[str],
     skipped: tuple[Skipped, ...],
     pictures: PictureAnswers | None = None,
-    steps: StepTokens | None = None,
+    labeled: LabeledTokens | None = None,
 ) -> DataReport:
     """Look at rows as their trainer will read them. The length of a row is that of its longest answer with its prompt.
 
@@ -362,7 +362,7 @@ def report_rows(
         notes: What was found while the rows were read.
         skipped: Bad rows that were left out.
         pictures: Tokenizes rows, where some have pictures.
-        steps: Tokenizes rows, where their answers are lists of steps.
+        labeled: Tokenizes rows, where they have labels.
     """
     reports = []
     for split in splits:
@@ -370,9 +370,9 @@ def report_rows(
             statistics = _source_report(
                 split.name, len(split.sources), source.rows, source.counts, source.lengths, max_length
             )
-            if steps is not None:
-                labelled = steps if split.name == "train" else steps.of_all
-                samples = tuple(_step_samples(source, labelled, num_samples))
+            if labeled is not None:
+                of_split = labeled if split.name == "train" else labeled.of_all
+                samples = tuple(_labeled_samples(source, of_split, num_samples))
             else:
                 samples = tuple(_samples(source, tokenizer, max_length, num_samples, pictures))
             reports.append(replace(statistics, samples=samples))
@@ -391,11 +391,11 @@ def report_rows(
     )
 
 
-def _step_samples(measured: Measured, steps: StepTokens, num_samples: int) -> Iterator[Sample]:
-    """Yield the first rows with steps, of which only those tokens are trained on at which a step is scored."""
+def _labeled_samples(measured: Measured, labeled: LabeledTokens, num_samples: int) -> Iterator[Sample]:
+    """Yield the first rows with labels, of which only those tokens are trained on that are scored."""
     for index in measured.kept[:num_samples]:
-        _, ids, labels = steps.of_row(measured.rows.rows[index])
-        yield sample(ids, labels, steps.tokenizer)
+        _, ids, labels = labeled.of_row(measured.rows.rows[index])
+        yield sample(ids, labels, labeled.tokenizer)
 
 
 def _samples(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tunekit.data.formats.row_formats import Row
+from tunekit.data.formats.row_formats import BadRow, Row
 from tunekit.data.media.answers import PictureAnswers
 from tunekit.data.media.clips import Clip, excerpt
 from tunekit.data.media.expand import MediaTokens, MediumTokens
@@ -23,7 +23,7 @@ from tunekit.data.reports.report import Sample
 from tunekit.data.sources.rows import Rows, RowStore, Skipped
 from tunekit.data.tokenization.alignment import ANSWERS, Room, check_calls, longest_prompt, prompt_tokens, tokens_of
 from tunekit.data.tokenization.encode import Encoder
-from tunekit.data.tokenization.steps import StepTokens
+from tunekit.data.tokenization.labeled import LabeledTokens
 from tunekit.data.tokenization.tokenize import TokenReport
 from tunekit.errors import DataError
 from tunekit.recipe.sections.data import Format, TooLong
@@ -175,12 +175,14 @@ def show_rows(rows: Rows, indices: range, show: Show | None) -> Iterator[RowPrev
                 sequences, num_more, left_out = show(index)
             except DataError as error:
                 left_out = str(error).removeprefix(f"{rows.place(index)}: ")
-        columns = row.items() if rows.format == "prompts" else ()
+        columns = {name: value for name, value in row.items() if name not in _ANSWERED}
+        if rows.format != "prompts":
+            columns = {"label": row["label"]} if rows.format == "classification" else {}
         yield RowPreview(
             place=rows.place(index),
             sequences=sequences,
             num_more=num_more,
-            fields={name: briefly(value, _FIELD_LENGTH) for name, value in columns if name not in _ANSWERED},
+            fields={name: briefly(value, _FIELD_LENGTH) for name, value in columns.items()},
             label=row.get("label") if rows.format == "unpaired_preference" else None,
             left_out=left_out,
             source=briefly(json.dumps(row, ensure_ascii=False, indent=2), 2 * _FIELD_LENGTH + 1),
@@ -249,7 +251,7 @@ def answered_sequences(
     tokenizer: "PreTrainedTokenizerBase",
     room: Room,
     pictures: PictureAnswers | None = None,
-    steps: StepTokens | None = None,
+    labeled: LabeledTokens | None = None,
 ) -> Show:
     """Return the tokenization of rows of answers, or of prompts alone.
 
@@ -258,10 +260,10 @@ def answered_sequences(
         tokenizer: Tokenizer of the model.
         room: The longest prompt, and the longest prompt with an answer.
         pictures: Tokenizes rows, where some have pictures.
-        steps: Tokenizes rows, where their answers are lists of steps.
+        labeled: Tokenizes rows, where they have labels.
     """
-    if steps is not None:
-        return _with_steps(rows, steps, room)
+    if labeled is not None:
+        return _with_labels(rows, labeled, room)
     columns = ANSWERS[rows.format]
 
     def show(index: int) -> tuple[tuple[ShownSequence, ...], int, str | None]:
@@ -301,16 +303,18 @@ def answered_sequences(
     return show
 
 
-def _with_steps(rows: Rows, steps: StepTokens, room: Room) -> Show:
+def _with_labels(rows: Rows, labeled: LabeledTokens, room: Room) -> Show:
     def show(index: int) -> tuple[tuple[ShownSequence, ...], int, str | None]:
         _check_size(rows, index)
         try:
-            num_given, ids, labels = steps.of_row(rows.rows[index])
+            num_given, ids, labels = labeled.of_row(rows.rows[index])
         except DataError:
             raise
+        except BadRow as error:
+            raise DataError(str(error)) from None
         except Exception as error:  # a template is the model's or the user's: it may raise anything
             raise DataError(f"the chat template cannot render the row: {error}") from error
-        sequence = _shown("completions", ids, labels, [], steps.tokenizer)
+        sequence = _shown(labeled.column, ids, labels, [], labeled.tokenizer)
         return (sequence,), 0, None if room.has(num_given, [len(ids)]) else room.too_long
 
     return show

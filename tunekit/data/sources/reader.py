@@ -85,6 +85,7 @@ _PLAIN: dict[SourceFormat, Callable[[Row], Row]] = {
     "ranking": preferences.best_and_worst,
     "unpaired_preference": preferences.rated,
     "stepwise_supervision": preferences.with_labelled_steps,
+    "classification": preferences.with_label,
     "prompts": convert.prompt_with_references,
 }
 _NOTED: dict[SourceFormat, Callable[[Row, Findings], Row]] = {
@@ -292,6 +293,8 @@ class Reader:
         names, number = first
         if self.format in (None, "captions"):
             self.columns = {**self.columns, **row_formats.names_of_captions(names, self.columns)}
+        if self.format in (None, "classification") and tuple(self._learned) == ("classification",):
+            self.columns = {**self.columns, **row_formats.names_of_texts(names, self.columns)}
         where = name if number is None else f"{name}:{number}"
         missing = row_formats.missing_columns(names, self.columns, only_needed=table.columns is None)
         if missing is None and table.columns is not None and self._ranked_by is not None:

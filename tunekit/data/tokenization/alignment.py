@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from tunekit.data.formats.messages import check_calls_written, tools_of
-from tunekit.data.formats.row_formats import Row, counted
+from tunekit.data.formats.row_formats import BadRow, Row, counted
 from tunekit.data.media.answers import PAIR, PictureAnswers
 from tunekit.data.media.kinds import COLUMN, media_of
 from tunekit.data.packing.sequences import IGNORED, Mixing, Mixture, common_prefix_length, mix, ordered
@@ -40,7 +40,7 @@ _BATCH_ROWS = 1000
 _TOLD_EVERY = 500
 
 
-EncodeSteps = Callable[[Row], tuple[int, list[int], list[int]]]
+EncodeLabels = Callable[[Row], tuple[int, list[int], list[int]]]
 """From a row to the number of tokens of its prompt, the tokens of all, and the label of each: -100 for none."""
 
 
@@ -212,7 +212,7 @@ def measure_data(
     on_progress: Progress | None = None,
     *,
     answers: PictureAnswers | None = None,
-    steps: Mapping[str, EncodeSteps] | None = None,
+    labeled: Mapping[str, EncodeLabels] | None = None,
 ) -> tuple[AlignmentSplit, ...]:
     """Measure the rows of a recipe, and leave out those that are too long.
 
@@ -223,7 +223,7 @@ def measure_data(
         room: The longest prompt, and the longest prompt with an answer.
         on_progress: Told how far the rows of a source are.
         answers: Tokenizes rows, where some have pictures.
-        steps: By split, the tokens of a row whose answer is a list of steps.
+        labeled: By split, the tokens of a row with labels, and which of them are scored.
 
     Returns:
         `train`, and `eval` if the recipe has one.
@@ -233,7 +233,7 @@ def measure_data(
     """
     splits = []
     for name, sources, mixing in splits_of(section, data):
-        encode = None if steps is None else steps[name]
+        encode = None if labeled is None else labeled[name]
         measured = tuple(_measure(rows, tokenizer, room, on_progress, answers, encode) for rows in sources)
         splits.append(AlignmentSplit(name, measured, mixing))
     return tuple(splits)
@@ -245,7 +245,7 @@ def _measure(
     room: Room,
     on_progress: Progress | None,
     answers: PictureAnswers | None,
-    encode_steps: EncodeSteps | None,
+    encode_labels: EncodeLabels | None,
 ) -> Measured:
     import numpy as np
 
@@ -260,8 +260,8 @@ def _measure(
         answered: Sequence[Sequence[int]]
         num_labels: int | None = None
         try:
-            if encode_steps is not None:
-                prompt_tokens, ids, labels = encode_steps(row)
+            if encode_labels is not None:
+                prompt_tokens, ids, labels = encode_labels(row)
                 answered, num_labels = (ids,), len(labels) - labels.count(IGNORED)
             elif answers is None:
                 check_calls(row, ANSWERS[rows.format], tokenizer, rows.place(index))
@@ -275,6 +275,8 @@ def _measure(
                 num_media_tokens.update(num_of_row)
         except DataError:
             raise
+        except BadRow as error:
+            raise DataError(f"{rows.place(index)}: {error}") from None
         except Exception as error:  # a template is the model's or the user's: it may raise anything
             problem = f"{rows.place(index)}: the chat template cannot render the row: {error}"
             raise DataError(problem, hint="set another model.chat_template, or write prompts as text") from error
@@ -311,6 +313,7 @@ ANSWERS: dict[Format, tuple[str, ...]] = {
     "preference": PAIR,
     "unpaired_preference": ("completion",),
     "stepwise_supervision": ("completions",),
+    "classification": (),
     "prompts": (),
 }
 """Columns of answers by format. What stands beside prompts is for the rewards, whatever it is called."""
@@ -355,10 +358,12 @@ def longest_prompt(row: Row, num_tokens: int, room: Room, tokenizer: "PreTrained
     return max([num_tokens, *(len(prompt_tokens(prompt, tokenizer, "a row")) for prompt in others)])
 
 
-def prompt_tokens(row: Row, tokenizer: "PreTrainedTokenizerBase", place: str) -> Sequence[int]:
+def prompt_tokens(
+    row: Row, tokenizer: "PreTrainedTokenizerBase", place: str, *, add_generation_prompt: bool = True
+) -> Sequence[int]:
     """The tokens of a prompt by itself, as TRL makes them."""
     if isinstance(row["prompt"], list):
-        return _chat_tokens(row["prompt"], row, tokenizer, place, add_generation_prompt=True)
+        return _chat_tokens(row["prompt"], row, tokenizer, place, add_generation_prompt=add_generation_prompt)
     return cast(Sequence[int], tokenizer(row["prompt"])["input_ids"])
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from tunekit.data.formats.row_formats import Row
 from tunekit.data.packing.sequences import IGNORED
-from tunekit.data.tokenization.alignment import EncodeSteps, prompt_tokens
+from tunekit.data.tokenization.alignment import EncodeLabels, prompt_tokens
 from tunekit.errors import DataError
 
 if TYPE_CHECKING:
@@ -36,13 +36,16 @@ class StepTokens:
     separator: str
     only_last: bool = False
 
+    column = "completions"
+    """Column of what is scored."""
+
     @property
     def of_all(self) -> "StepTokens":
         """The same with the labels of all steps, as for evaluation."""
         return replace(self, only_last=False)
 
     @property
-    def by_split(self) -> dict[str, EncodeSteps]:
+    def by_split(self) -> dict[str, EncodeLabels]:
         """Tokens and labels of rows, by split."""
         return {"train": self.of_row, "eval": self.of_all.of_row}
 

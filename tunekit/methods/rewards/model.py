@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 from tunekit.data.tokenization.alignment import prompt_tokens
 from tunekit.data.tokenization.steps import SEPARATOR_KEY, StepTokens
 from tunekit.errors import ModelError, loading_errors
-from tunekit.estimates.facts import NUM_CLASSES
 from tunekit.methods.rewards.answers import Answers, Judge, text_of
 from tunekit.models.load import load_tokenizer, read_config
 from tunekit.probe.chat_template import template_in_time
 from tunekit.probe.model import model_folder
 from tunekit.probe.model_files import read_settings
 from tunekit.probe.origin import ADAPTER_CONFIG, origin_of
-from tunekit.recipe.methods.spec import Judged
+from tunekit.recipe.methods.spec import NUM_LABELS, Judged
 from tunekit.recipe.sections.model import ModelSection
 from tunekit.recipe.sections.rewards import ModelReward
 
@@ -142,7 +141,7 @@ def _load(section: ModelSection, device: str, judged: Judged, *, pad_token_id: i
     kind = "TokenClassification" if of_steps else "SequenceClassification"
     folder = model_folder(section)
     how: dict[str, Any] = {
-        "num_labels": NUM_CLASSES if of_steps else 1,
+        "num_labels": NUM_LABELS[judged],
         "dtype": section.dtype,
         "use_safetensors": True,
         "trust_remote_code": section.trust_remote_code,

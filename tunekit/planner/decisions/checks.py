@@ -158,6 +158,8 @@ def _faults(
     yield from _parallel_faults(recipe, hardware, model)
     yield from automodel.faults(recipe, hardware, model)
     reads_own_tokens = recipe.method.spec.teacher_reads_own_tokens
+    if teacher is not None and teacher.judges:
+        yield f"method.teacher: {teacher.path} scores texts and generates none", "use a generative model"
     if teacher is not None and teacher.vocab_size != model.vocab_size and not reads_own_tokens:
         problem = f"method.teacher: {teacher.path} has a vocabulary of {teacher.vocab_size:,}, but {model.path} of "
         problem += f"{model.vocab_size:,}; probabilities are compared token by token"

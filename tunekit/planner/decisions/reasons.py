@@ -665,6 +665,8 @@ def _data_reason(recipe: Recipe, data: DataFacts) -> Reason:
     if recipe.method.spec.classifies == "steps":
         num_steps = data.num_trainable_tokens or 0
         why = f"{data.num_train_tokens:,} tokens, {num_steps:,} labeled steps; longest row {data.longest_tokens}"
+    if recipe.method.spec.classifies == "classes":
+        why = f"{data.num_train_tokens:,} tokens, each text scored at its end; longest row {data.longest_tokens}"
     if data.format == "prompts":
         why = f"{data.num_train_tokens:,} tokens of prompts; longest prompt {data.longest_tokens}"
     cut = recipe.data.max_length

@@ -9,6 +9,7 @@ from typing import Annotated, NamedTuple, get_args
 from pydantic import BeforeValidator, Field
 from typing_extensions import TypeIs
 
+from tunekit.recipe.methods.classification import ClassificationMethod
 from tunekit.recipe.methods.comparing import MarginMethod, ReferenceMethod
 from tunekit.recipe.methods.cpo import CPOMethod
 from tunekit.recipe.methods.distillation import DistillationMethod
@@ -29,7 +30,7 @@ from tunekit.recipe.methods.sft import SFTMethod
 from tunekit.recipe.methods.spec import MethodSection
 from tunekit.recipe.sections.section import type_alone
 
-_Offline = SFTMethod | DPOMethod | KTOMethod | ORPOMethod | CPOMethod | RewardMethod | PRMMethod
+_Offline = SFTMethod | DPOMethod | KTOMethod | ORPOMethod | CPOMethod | RewardMethod | PRMMethod | ClassificationMethod
 _Taught = GKDMethod | GOLDMethod
 _OnPolicy = GRPOMethod | RLOOMethod | GMPOMethod | OnlineDPOMethod | DistillationMethod | SDFTMethod
 Table = _Offline | _Taught | _OnPolicy

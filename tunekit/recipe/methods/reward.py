@@ -19,8 +19,8 @@ class RewardMethod(MethodSection):
         loss_description="This is a reward model: it scores texts and does not generate. Losses are Bradley-Terry: "
         "ln 2 if both answers have the same score. Accuracy is the share of pairs whose chosen answer scores "
         "higher, the margin the difference. Scores are comparable between answers to one prompt only. "
-        "Load it with `AutoModelForSequenceClassification` and `num_labels=1`, an adapter on top with PEFT; batches "
-        "need `config.pad_token_id`.",
+        "Load it with `AutoModelForSequenceClassification` and `num_labels=1`, an adapter on top with PEFT, and set "
+        "`config.pad_token_id` to that of the tokenizer: a text is scored at its last token but that one.",
         classifies="text",
     )
 

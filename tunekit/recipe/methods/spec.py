@@ -115,12 +115,36 @@ class PassInputs:
     """True if vLLM generates answers."""
 
 
-TrainsOn = Literal["tokens", "pairs", "answers", "steps", "prompts"]
+TrainsOn = Literal["tokens", "pairs", "answers", "steps", "labels", "prompts"]
 """Kind of row that a method learns from: tokens that tunekit has made, a pair of answers, an answer that is good or
-bad, one whose steps are, or a prompt that the model answers while it is trained."""
+bad, one whose steps are, a text with a label, or a prompt that the model answers while it is trained."""
 
-Judged = Literal["text", "steps"]
-"""Score of a model that does not write: a text by one number, or each step of an answer as bad or good by two."""
+Judged = Literal["text", "steps", "classes"]
+"""Score of a model that does not write: a text by one number, each step of an answer as bad or good by two, or a text
+by one number for each of its possible labels."""
+
+ProblemType = Literal["single_label_classification", "multi_label_classification"]
+"""Labels of a text: exactly one, or any number of them. Transformers' names."""
+
+
+class ScoreHead(NamedTuple):
+    """Head of a model that scores and does not write."""
+
+    scores: Judged
+    num_labels: int
+    """Numbers for each text or token."""
+    labels: tuple[str, ...] = ()
+    """Names of its numbers, in their order; none where they have no names."""
+    problem_type: ProblemType = "single_label_classification"
+
+    @property
+    def is_multi_label(self) -> bool:
+        """True if a text has any number of labels."""
+        return self.problem_type == "multi_label_classification"
+
+
+NUM_LABELS: dict[Judged, int] = {"text": 1, "steps": 2}
+"""Numbers of a score whose labels no recipe names."""
 
 ReferenceUse = Literal["none", "model", "beforehand"]
 """Use of a reference model: none, in every step, or log-probabilities that are computed before training."""
@@ -233,6 +257,12 @@ class MethodSection(Section):
         return 0
 
     @property
+    def score_head(self) -> ScoreHead | None:
+        """Head of a model that scores and does not write; None where it generates."""
+        scores = self.spec.classifies
+        return None if scores is None else ScoreHead(scores, NUM_LABELS[scores])
+
+    @property
     def step_settings(self) -> StepSettings | None:
         """Settings of steps; None where rows have none."""
         return None
@@ -282,9 +312,7 @@ class MethodSection(Section):
             yield Conflict(("data", "packing"), f"unsupported {with_it}", "unset it")
         if data.curriculum is not None:
             yield Conflict(("data", "curriculum"), f"unsupported {with_it}: TRL tokenizes its rows", "unset it")
-        if data.too_long != "truncate":
-            what = f"unsupported {with_it}: rows are kept by the length of their prompts"
-            yield Conflict(("data", "too_long"), what, "unset it")
+        yield from self._conflicts_of_length(data)
         if data.padding_free is True:
             yield Conflict(("data", "padding_free"), f"unsupported {with_it}: TRL pads its batches", "unset it")
         sources = [*each_source("train", data.train), *each_source("eval", data.eval)]
@@ -293,6 +321,12 @@ class MethodSection(Section):
             if loss_on not in (None, "assistant"):
                 what = f"cannot be {loss_on} {with_it}, whose loss covers complete answers"
                 yield Conflict(("data", *key), what, "unset it")
+
+    def _conflicts_of_length(self, data: DataSection) -> Iterator[Conflict]:
+        """Yield a treatment of long rows that the method does not have."""
+        if data.too_long != "truncate":
+            what = f"unsupported with method {self.type}: rows are kept by the length of their prompts"
+            yield Conflict(("data", "too_long"), what, "unset it")
 
     def _conflicts_of_virtual_tokens(self, data: DataSection) -> Iterator[Conflict]:
         """Yield what cannot have virtual tokens before each row: most methods, and rows of several documents."""

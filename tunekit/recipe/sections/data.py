@@ -10,7 +10,7 @@ from tunekit.recipe.sections.section import EXPANDS_ENV, FUNCTION_PATTERN, Confl
 
 _Supervised = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "captions", "text", "tokens"]
 _Compared = Literal["preference", "ranking", "unpaired_preference", "stepwise_supervision"]
-SourceFormat = Literal[_Supervised, _Compared, "prompts"]
+SourceFormat = Literal[_Supervised, _Compared, "classification", "prompts"]
 """Shape of rows as they stand in a source."""
 
 Format = Literal[
@@ -21,6 +21,7 @@ Format = Literal[
     "preference",
     "unpaired_preference",
     "stepwise_supervision",
+    "classification",
     "prompts",
 ]
 """Shape of rows that a method can learn from."""
@@ -160,9 +161,10 @@ class DataSection(Section):
     completion), `captions` (image or file_name, caption or text, and optional prompt), `text` (column text),
     `tokens` (input_ids, labels), `preference` (chosen, rejected, and prompt unless they contain it), `ranking`
     (prompt, completions, scores), `unpaired_preference` (prompt, completion, label), `stepwise_supervision` (prompt,
-    completions, a list of steps, and labels, one per step) or `prompts` (prompt, and columns for rewards). `auto`
-    detects it from the columns and reports it. `my_module:my_function` converts rows: it receives each row as a dict
-    and returns a row of a format above, or None to skip it; the working directory is on the module path."""
+    completions, a list of steps, and labels, one per step), `classification` (prompt, text or messages, and label, a
+    list of them where a row has several) or `prompts` (prompt, and columns for rewards). `auto` detects it from the
+    columns and reports it. `my_module:my_function` converts rows: it receives each row as a dict and returns a row of
+    a format above, or None to skip it; the working directory is on the module path."""
 
     loss_on: LossOn = "assistant"
     """Tokens in the loss. `assistant`: assistant turns or completions; `last`: the last assistant turn, or completions;

@@ -213,9 +213,9 @@ class TrainSection(Section):
     """Sequences per forward pass on one device. Default: the plan uses the largest that fits."""
 
     learning_rate: Annotated[float, Field(gt=0)] | None = None
-    """Peak learning rate. Default by method, for full fine-tuning: 2e-5 for sft, gkd and gold, 1e-5 for reward and prm,
-    5e-6 for orpo, 1e-6 for cpo, grpo, rloo, gmpo, distillation and sdft, 5e-7 for dpo, online_dpo and kto; ten times
-    that for lora and qlora. The plan names the source."""
+    """Peak learning rate. Default by method, for full fine-tuning: 2e-5 for sft, gkd and gold, 1e-5 for reward, prm and
+    classification, 5e-6 for orpo, 1e-6 for cpo, grpo, rloo, gmpo, distillation and sdft, 5e-7 for dpo, online_dpo and
+    kto; ten times that for lora and qlora. The plan names the source."""
 
     learning_rates: Annotated[dict[str, Annotated[float, Field(gt=0)]], Field(min_length=1)] | None = None
     """Peak learning rates by regular expressions found in parameter names, such as `{embed_tokens: 1e-5}`; the first

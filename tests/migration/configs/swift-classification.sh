@@ -1,0 +1,13 @@
+swift sft \
+    --model Qwen/Qwen2.5-0.5B-Instruct \
+    --use_hf true \
+    --tuner_type lora \
+    --task_type seq_cls \
+    --num_labels 3 \
+    --problem_type multi_label_classification \
+    --dataset data/labeled.jsonl \
+    --max_length 512 \
+    --truncation_strategy right \
+    --per_device_train_batch_size 8 \
+    --learning_rate 1e-4 \
+    --num_train_epochs 1
