@@ -60,7 +60,8 @@ def test_a_reward_of_a_cell_trains_and_its_runs_are_compared_and_exported(tmp_pa
     assert "grpo" in plan
     assert "brief-0.001" in comparison and "train.learning_rate" in comparison and "<html" not in comparison
     assert "rewards/is_brief/mean" in metrics
-    answered = "".join(output["text"] for output in notebook.cells[9].outputs)
+    # Where ipywidgets is installed, loading the weights shows a bar besides.
+    answered = "".join(output["text"] for output in notebook.cells[9].outputs if output.output_type == "stream")
     assert answered.partition(" | ")[0] == "Who are you?"
     (exported,) = (tmp_path / "runs").glob("brief-0.001-*/export/*/model.safetensors")
     assert str(exported.parent.name) in outputs(notebook, 10, "text/plain")
