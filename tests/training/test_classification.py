@@ -117,6 +117,7 @@ def test_the_head_is_seeded_learned_and_saved_for_plain_transformers(recipe, wor
     assert last["eval_loss"] < first["eval_loss"]
     assert not logged(run, "warning"), "as many parameters are trained as were planned"
     card = (run.model_path / "README.md").read_text()
+    assert "| Labels | 0 two, 1 three, 2 five |" in card
     assert "This is a classifier" in card and "pipeline_tag: text-classification" in card
     if adapter == "qlora":
         return  # 4-bit weights are others than those that were read.
@@ -324,6 +325,8 @@ def test_where_rows_have_several_labels_each_has_a_list(recipe, tmp_path):
     rows = [{"text": "a", "label": ["two", 2]}, {"text": "b", "label": []}]
     report = report_on(recipe, tmp_path, rows, *changes)
     assert any("labels: two 1, five 1" in note for note in report.notes)
+    with pytest.raises(DataError, match=r"own.jsonl:2: label names two twice; list the labels that a row has"):
+        report_on(recipe, tmp_path, [rows[0], {"text": "b", "label": [1, 0, 0]}], *changes)
     with pytest.raises(DataError, match=r"own.jsonl:1: label must be a list of labels .*, got a string"):
         report_on(recipe, tmp_path, [{"text": "a", "label": "two"}], *changes)
 

@@ -17,7 +17,7 @@ from tunekit.models.virtual_tokens import WITHOUT_CACHE
 from tunekit.planner.plan import Plan
 from tunekit.probe.model import HUB_SECONDS, model_folder
 from tunekit.recipe.load import dump_recipe
-from tunekit.recipe.methods.spec import Judged
+from tunekit.recipe.methods.spec import Judged, ScoreHead
 from tunekit.recipe.reading.parse import dotted
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.adapters import FullAdapter, PromptTuningAdapter, QloraAdapter
@@ -133,6 +133,7 @@ def write_card(
         *([("Generation", WITHOUT_CACHE)] if isinstance(recipe.adapter, PromptTuningAdapter) else []),
         ("Trained", f"{recipe.adapter.type}, {plan.num_trainable_params:,} parameters{_merged(recipe, kind)}"),
         ("Method", recipe.method.type),
+        *_labels(recipe.method.score_head),
         ("Training data", f"{sources} ({plan.data.num_train:,} sequences)"),
         *_figures(result, step),
     ]
@@ -189,6 +190,12 @@ def _metadata(run: Run, licence: Licence | None, evaluated: Sequence[Score], *, 
         model_name=run.name if evaluated else None,
         eval_results=figures or None,
     )
+
+
+def _labels(head: ScoreHead | None) -> Iterator[tuple[str, str]]:
+    """Yield the names of labels in their order, which an adapter is not saved with."""
+    if head is not None and head.labels:
+        yield "Labels", ", ".join(f"{index} {name}" for index, name in enumerate(head.labels))
 
 
 def _figures(result: Mapping[str, Any], step: int | None) -> Iterator[tuple[str, str]]:

@@ -86,7 +86,12 @@ class ClassTokens:
             BadRow: It is none of the head's.
         """
         if isinstance(label, list) == self.head.is_multi_label:
-            return [self._position(entry) for entry in (label if isinstance(label, list) else [label])]
+            positions = [self._position(entry) for entry in (label if isinstance(label, list) else [label])]
+            if len(set(positions)) < len(positions):
+                # So has a list of 1 or 0 for each label, which would be read as positions.
+                twice = next(index for index in positions if positions.count(index) > 1)
+                raise BadRow(f"label names {self._name(twice)} twice; list the labels that a row has, each once")
+            return positions
         if isinstance(label, list):
             problem = f"label is a list of {counted(len(label), 'label')}"
             raise BadRow(f"{problem}; set method.problem_type=multi_label_classification")
