@@ -1,5 +1,6 @@
 """The plan of a draft, on this machine and others, and the button that makes a run of it."""
 
+import json
 import re
 from html import escape
 
@@ -306,3 +307,39 @@ def test_a_server_that_only_shows_says_so_and_offers_the_command_in_place_of_sta
     expect(page.locator("#form-command")).to_contain_text("tunekit train sft/quickstart adapter.rank=8")
     for absent in ("#plan-start", "#form-save", "#sweep-panel", "#form-hub", "#plan-options"):
         expect(page.locator(absent)).to_be_hidden()
+
+
+@pytest.mark.slow
+def test_a_check_that_arrives_late_does_not_take_the_place_of_a_later_one(server, serve, open_page):
+    """The text of a draft and its source come into the page one by one, and what is sent first may arrive last."""
+    from playwright.sync_api import expect
+
+    root, _ = server
+    url = serve(root, "--read-only").url
+    page, held = open_page(f"{url}new"), []
+
+    def hold_the_first(route):
+        values = json.loads(route.request.post_data or "{}").get("data") or []
+        is_check = len(values) == 5 and values[2] == "mine.yaml"
+        if is_check and not values[1] and not held:
+            held.append(route)
+        else:
+            route.continue_()
+
+    page.route("**/queue/join*", hold_the_first)
+    page.goto(f"{url}new?from=recipe:sft/quickstart&set=adapter.rank=8")
+    command = page.locator("#form-command")
+    expect(command).to_contain_text("tunekit train sft/quickstart adapter.rank=8")
+    page.evaluate(
+        """() => {
+            const command = document.querySelector("#form-command");
+            window.commands = [];
+            new MutationObserver(() => window.commands.push(command.innerText))
+                .observe(command, {subtree: true, childList: true, characterData: true});
+        }"""
+    )
+    with page.expect_response("**/queue/join*"):
+        held[0].continue_()
+    page.locator("#form-adapter-rank input").fill("16")
+    expect(command).to_contain_text("tunekit train sft/quickstart adapter.rank=16")
+    assert not [text for text in page.evaluate("window.commands") if "mine.yaml" in text]
