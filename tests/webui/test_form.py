@@ -88,6 +88,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "adapter.prompt_tuning_init_text": {"adapter.prompt_tuning_init": "TEXT"},
     "adapter.language_model": {"adapter.projector": "full"},
     "adapter.dropout": {"method.trainer_args": {"disable_dropout": False}},
+    "method.labels": {"method.num_labels": frontend.UNSET},
     "method.loss_weights": {"method.loss_type": ["sigmoid", "hinge"]},
     "method.simpo_gamma": {"method.loss_type": "simpo"},
     "method.importance_sampling_level": {"method.loss_type": "grpo"},
@@ -104,6 +105,9 @@ BESIDE: dict[str, dict[str, Any]] = {
 }
 """What else a recipe says where a field means something only together with it, by keys without positions."""
 
+
+WITH_DROPOUT = ("sft", "gkd", "gold", "prm", "classification")
+"""Methods that keep the dropout of an adapter without an argument."""
 
 ROWS_ALONE = (
     "data.packing",
@@ -126,6 +130,8 @@ def texts() -> list[str]:
             extra["rewards"] = [{"type": one, **REWARDS.get(one, {})} for one in REWARD_TYPES]
         if METHODS[method].has_teacher:
             extra["teacher"] = {"path": "pico"}
+        if method == "classification":
+            extra["num_labels"] = 2
         values = {"model": {"path": "pico"}, "data": {"train": {"path": "a"}, "eval": {"path": "b"}}, "method": extra}
         text = "# Mine.\n"
         for name, value in {**values, "adapter": {"type": adapter}}.items():
@@ -182,9 +188,7 @@ def beside(text: str, entry: frontend.Entry, method: str) -> str:
     """A recipe in which a field of this one means something."""
     name = name_of(entry.key)
     for key, value in BESIDE.get(name, {}).items():
-        if not (
-            key == "method.trainer_args" and (method in ("sft", "gkd", "gold", "prm") or METHODS[method].generates)
-        ):
+        if not (key == "method.trainer_args" and (method in WITH_DROPOUT or METHODS[method].generates)):
             text = frontend.edit_text(text, key, value)
     section, _, own = entry.key.rpartition(".")
     if section.endswith("rope_scaling") and own != "factor":
