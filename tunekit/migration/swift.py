@@ -108,7 +108,7 @@ def _is_classifier(draft: Draft) -> bool:
 
 
 def task(draft: Draft, entry: Entry) -> Fate:
-    """What the model is trained for."""
+    """Task that the model is trained for."""
     if draft.method == "classification":
         if images.family(draft) is not None:
             raise UnfitError("classification reads texts: a model of images is unsupported")
