@@ -1274,5 +1274,5 @@ def test_a_classifier_of_ms_swift_without_a_number_of_labels_is_an_error(argumen
 def test_tasks_of_ms_swift_that_are_not_there_are_named(arguments, words, tmp_path) -> None:
     model = "" if "--model" in arguments else "--model Qwen/Qwen3-4B"
     (tmp_path / "train.sh").write_text(f"swift sft {model} --dataset a/b --use_hf true {arguments}\n")
-    made = migrate(tmp_path / "train.sh")
-    assert any(words in line.words for line in made.of_kind("unsupported")), made.lines
+    migration = migrate(tmp_path / "train.sh")
+    assert any(words in line.words for line in migration.of_kind("unsupported")), migration.lines

@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification, pipeline, set_seed
 
 import tunekit
 from tests.tiny import make_tokenizer, save_jsonl, save_tiny_model
-from tests.training.watching import cut_off_and_resumed, last_words, logged
+from tests.training.watching import cut_off_and_resumed, last_words, logged, micro_batches_of
 from tunekit.errors import DataError, ModelError, PlanError, RecipeError, RunError
 from tunekit.methods.classification import ClassificationTrainer
 
@@ -90,18 +90,18 @@ def losses_of(model, *, several):
             logits = model(input_ids=torch.tensor([ids_of(n)])).logits
         losses.append(summed_loss(logits, n, several=several) / (3 if several else 1))
         predicted.append((logits > 0).int()[0] if several else logits.argmax(-1))
-    wanted = torch.cat([target(n, several=several) for n in HELD])
+    expected = torch.cat([target(n, several=several) for n in HELD])
     predicted = torch.stack(predicted) if several else torch.cat(predicted)
-    right = (predicted == wanted).all(-1) if several else predicted == wanted
-    return torch.stack(losses), predicted, wanted, right
+    right = (predicted == expected).all(-1) if several else predicted == expected
+    return torch.stack(losses), predicted, expected, right
 
 
-def mean_f1(predicted, wanted):
+def mean_f1(predicted, expected):
     """The mean F1 of labels that occur or are predicted, by its definition, label by label."""
     if predicted.dim() == 1:
-        predicted, wanted = (torch.nn.functional.one_hot(each, 3) for each in (predicted, wanted))
+        predicted, expected = (torch.nn.functional.one_hot(each, 3) for each in (predicted, expected))
     scores = []
-    for mine, theirs in zip(predicted.T.bool(), wanted.T.bool(), strict=True):
+    for mine, theirs in zip(predicted.T.bool(), expected.T.bool(), strict=True):
         if (mine | theirs).any():
             scores.append(2 * float((mine & theirs).sum()) / float(mine.sum() + theirs.sum()))
     return sum(scores) / len(scores)
@@ -131,10 +131,10 @@ def test_the_head_is_seeded_learned_and_saved_for_plain_transformers(recipe, wor
         assert saved.config.pad_token_id == TOKENIZER.pad_token_id
     else:
         saved = PeftModel.from_pretrained(classifier(workspace / "model"), run.model_path).eval()
-    losses, predicted, wanted, right = losses_of(saved, several=several)
+    losses, predicted, expected, right = losses_of(saved, several=several)
     assert last["eval_loss"] == pytest.approx(float(losses.mean()), rel=1e-5)
     assert last["eval_accuracy"] == pytest.approx(float(right.float().mean()), rel=1e-5)
-    assert last["eval_f1"] == pytest.approx(mean_f1(predicted, wanted), rel=1e-5)
+    assert last["eval_f1"] == pytest.approx(mean_f1(predicted, expected), rel=1e-5)
     of_file = {"data": f"{'several_' * several}held.jsonl"}
     for how in ({}, of_file):
         evaluated = {score.name: score.after.value for score in tunekit.evaluate(run, device="cpu", **how).scores}
@@ -153,32 +153,18 @@ def test_an_export_answers_in_a_pipeline_by_the_names_of_labels(recipe, tmp_path
     scores = {answer["label"]: answer["score"] for answer in classify([text])[0]}
     saved = PeftModel.from_pretrained(classifier("model"), run.model_path).eval()
     with torch.no_grad():
-        wanted = saved(input_ids=torch.tensor([ids_of(7)])).logits[0].softmax(-1).tolist()
-    assert scores == pytest.approx(dict(zip(LABELS, wanted, strict=True)), abs=1e-5)
+        expected = saved(input_ids=torch.tensor([ids_of(7)])).logits[0].softmax(-1).tolist()
+    assert scores == pytest.approx(dict(zip(LABELS, expected, strict=True)), abs=1e-5)
 
 
 @pytest.fixture
 def batches_of(recipe, monkeypatch):
-    """Trains two steps, and returns of each micro-batch the weights before it, its rows, its loss and gradients."""
-    seen = []
-    step = ClassificationTrainer.training_step
-
-    def see(trainer, model, inputs, *args):
-        named = dict(trainer.model.named_parameters())
-        weights = {name: value.detach().double() for name, value in named.items()}
-        pairs = zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
-        ids = [row[mask.bool()].tolist() for row, mask in pairs]
-        before = {name: 0 if value.grad is None else value.grad.double() for name, value in named.items()}
-        loss = step(trainer, model, inputs, *args)
-        grads = {name: value.grad.double() - before[name] for name, value in named.items()}
-        seen.append((trainer.state.global_step, weights, ids, float(loss), grads))
-        return loss
-
-    monkeypatch.setattr(ClassificationTrainer, "training_step", see)
+    """Trains two steps, and returns their micro-batches."""
+    batches = micro_batches_of(ClassificationTrainer, monkeypatch)
 
     def train(*changes):
         tunekit.train(recipe, ["train.max_steps=2", "data.eval=null", *changes])
-        return seen
+        return batches
 
     return train
 
@@ -282,7 +268,7 @@ def test_a_conversation_that_the_assistant_ends_is_scored_as_it_is(recipe, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("labels", "given", "wanted"),
+    ("labels", "given", "expected"),
     [
         ("[negative, positive]", ["positive", "negative"], "positive 1, negative 1"),
         ("[negative, positive]", [1, 0], "positive 1, negative 1"),
@@ -292,14 +278,14 @@ def test_a_conversation_that_the_assistant_ends_is_scored_as_it_is(recipe, tmp_p
         ("['true', 'false']", [True, "false"], "true 1, false 1"),
     ],
 )
-def test_a_label_is_a_name_or_a_position(recipe, tmp_path, labels, given, wanted):
+def test_a_label_is_a_name_or_a_position(recipe, tmp_path, labels, given, expected):
     rows = [{"text": "a", "label": label} for label in given]
-    if wanted is None:
+    if expected is None:
         with pytest.raises(DataError, match=r"own.jsonl:2: label must be negative or positive, got 0"):
             report_on(recipe, tmp_path, rows, f"method.labels={labels}")
         return
     report = report_on(recipe, tmp_path, rows, f"method.labels={labels}")
-    assert any(f"labels: {wanted}" in note for note in report.notes), report.notes
+    assert any(f"labels: {expected}" in note for note in report.notes), report.notes
 
 
 @pytest.mark.parametrize(

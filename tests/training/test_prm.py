@@ -8,7 +8,7 @@ from transformers import AutoModelForTokenClassification, AutoTokenizer, set_see
 
 import tunekit
 from tests.tiny import make_tokenizer, save_jsonl, save_tiny_model
-from tests.training.watching import cut_off_and_resumed, last_words, logged
+from tests.training.watching import cut_off_and_resumed, last_words, logged, micro_batches_of
 from tunekit.errors import DataError, ModelError, PlanError, RecipeError, RunError
 from tunekit.methods.prm import PRMTrainer
 from tunekit.methods.rewards.load import load_rewards, reward_arguments
@@ -111,27 +111,12 @@ def test_the_score_is_seeded_learned_and_saved_for_plain_transformers(recipe, wo
 
 @pytest.fixture
 def batches_of(recipe, monkeypatch):
-    """Trains two steps, and returns of each the weights before it, its rows, its loss and its gradients."""
-    seen = []
-    step = PRMTrainer.training_step
-
-    def see(trainer, model, inputs, *args):
-        named = dict(trainer.model.named_parameters())
-        weights = {name: value.detach().double() for name, value in named.items()}
-        ids = [
-            row[mask.bool()].tolist() for row, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
-        ]
-        before = {name: 0 if value.grad is None else value.grad.double() for name, value in named.items()}
-        loss = step(trainer, model, inputs, *args)
-        grads = {name: value.grad.double() - before[name] for name, value in named.items()}
-        seen.append((trainer.state.global_step, weights, ids, float(loss), grads))
-        return loss
-
-    monkeypatch.setattr(PRMTrainer, "training_step", see)
+    """Trains two steps, and returns their micro-batches."""
+    batches = micro_batches_of(PRMTrainer, monkeypatch)
 
     def train(*changes):
         tunekit.train(recipe, ["train.max_steps=2", "data.eval=null", *changes])
-        return seen
+        return batches
 
     return train
 

@@ -5,7 +5,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -150,3 +150,34 @@ class Hold:
     def environment(self) -> dict[str, str]:
         """What to start processes with that are to be held up."""
         return {"PYTHONPATH": os.pathsep.join(filter(None, [str(self.folder), os.environ.get("PYTHONPATH")]))}
+
+
+class MicroBatch(NamedTuple):
+    """A micro-batch that was trained on, in float64."""
+
+    step: int
+    weights: dict[str, torch.Tensor]
+    """Before it."""
+    ids: list[list[int]]
+    loss: float
+    grads: dict[str, torch.Tensor]
+    """Its own, without those of the micro-batches before it."""
+
+
+def micro_batches_of(trainer_class, monkeypatch):
+    """Return a list into which each micro-batch goes that a trainer of a class trains on from now on."""
+    batches, training_step = [], trainer_class.training_step
+
+    def record(trainer, model, inputs, *args):
+        named = dict(trainer.model.named_parameters())
+        weights = {name: value.detach().double() for name, value in named.items()}
+        pairs = zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
+        ids = [row[mask.bool()].tolist() for row, mask in pairs]
+        before = {name: 0 if value.grad is None else value.grad.double() for name, value in named.items()}
+        loss = training_step(trainer, model, inputs, *args)
+        grads = {name: value.grad.double() - before[name] for name, value in named.items()}
+        batches.append(MicroBatch(trainer.state.global_step, weights, ids, float(loss), grads))
+        return loss
+
+    monkeypatch.setattr(trainer_class, "training_step", record)
+    return batches

@@ -20,7 +20,7 @@ from tunekit.data.prepare import read_dataset, tokens_of
 from tunekit.data.sources.load import LoadedData, load_rows
 from tunekit.data.sources.rows import Rows, RowStore
 from tunekit.data.tokenization.alignment import ANSWERS, read_rows
-from tunekit.data.tokenization.classes import ClassTokens
+from tunekit.data.tokenization.classes import ClassTokens, LabeledTokens
 from tunekit.data.tokenization.steps import StepTokens
 from tunekit.errors import DataError, RunError, TunekitError
 from tunekit.evaluation.episodes import Episodes
@@ -216,11 +216,11 @@ def parts_of_file(
         min(MAX_LENGTH, int(tokenizer.model_max_length)) if found.run is None else found.run.recipe.data.max_length
     )
     if labeled is not None and found.run is not None:
-        wanted = found.run.recipe.method.spec.row_formats
-        if rows.format in wanted:
+        (row_format,) = found.run.recipe.method.spec.row_formats
+        if rows.format == row_format:
             return _labeled(of, list(rows.rows), labeled, found.run.recipe), rows.notes
         what = "steps alone" if isinstance(labeled, StepTokens) else "texts with labels alone"
-        problem, columns = f"{found.name} scores {what}", ", ".join(COLUMNS[wanted[0]])
+        problem, columns = f"{found.name} scores {what}", ", ".join(COLUMNS[row_format])
         raise DataError(problem, hint=f"pass rows with columns {columns}")
     if rows.format in ("stepwise_supervision", "classification"):
         method_of = {"stepwise_supervision": "prm", "classification": "classification"}[rows.format]
@@ -301,7 +301,7 @@ def _answered(
     return Pairs(of, chosen, rejected, method)
 
 
-def _labeled(of: str, rows: Sequence[Row], labeled: StepTokens | ClassTokens, recipe: Recipe) -> Part:
+def _labeled(of: str, rows: Sequence[Row], labeled: LabeledTokens, recipe: Recipe) -> Part:
     """Return rows with labels; those that are too long are left out or cut, as in training."""
     room, tokens = room_of(recipe), labeled.of_all
     try:

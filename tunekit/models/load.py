@@ -326,7 +326,7 @@ def load_model(
 
             config = how_to_read(files, quantization, torch_dtype)
         kind = auto_class(files) if score_head is None else _with_score(files, score_head, section)
-        if score_head is not None and not (has_score(files) and files.get_text_config().pad_token_id is not None):
+        if score_head is not None and not (_has_score(files) and files.get_text_config().pad_token_id is not None):
             # A text is scored at its last token but this one, in training as where the result is read.
             files.get_text_config().pad_token_id = load_tokenizer(section).pad_token_id
         with _keeping_buffers() if is_given else contextlib.nullcontext():
@@ -408,7 +408,7 @@ def _with_score(config: "PretrainedConfig", head: ScoreHead, section: ModelSecti
     return AutoModelForTokenClassification
 
 
-def has_score(config: "PretrainedConfig") -> bool:
+def _has_score(config: "PretrainedConfig") -> bool:
     """Return whether a model has been saved with a head that scores."""
     return scores(config.to_dict())
 
@@ -419,7 +419,7 @@ def _check_same_labels(config: "PretrainedConfig", head: ScoreHead, section: Mod
     Raises:
         ModelError: It is one.
     """
-    if not has_score(config):
+    if not _has_score(config):
         return
     own = tuple(config.id2label[index] for index in range(config.num_labels))
     is_named = own != tuple(f"LABEL_{index}" for index in range(config.num_labels))

@@ -22,7 +22,7 @@ from tunekit.data.sources.load import LoadedData, Rows
 from tunekit.data.sources.rows import Skipped, is_url, without_user
 from tunekit.data.sources.teacher_prompts import with_teacher_prompts
 from tunekit.data.tokenization.alignment import BARE_PROMPTS, AlignmentSplit, Measured, Room, are_bare, measure_data
-from tunekit.data.tokenization.classes import ClassTokens
+from tunekit.data.tokenization.classes import ClassTokens, LabeledTokens
 from tunekit.data.tokenization.steps import StepTokens
 from tunekit.data.tokenization.teacher_tokens import TeacherTokenizer
 from tunekit.data.tokenization.tokenize import TokenReport
@@ -293,7 +293,7 @@ def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None 
     return PreparedRows(splits, facts, (*data.notes, *bare, *skipped, *about_labels), data.skipped)
 
 
-def labeled_tokens_of(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase") -> StepTokens | ClassTokens | None:
+def labeled_tokens_of(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase") -> LabeledTokens | None:
     """Return the tokens of rows with labels by a recipe; None for a method that predicts tokens or compares answers."""
     head, steps = recipe.method.score_head, recipe.method.step_settings
     if steps is not None:

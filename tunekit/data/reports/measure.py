@@ -17,8 +17,8 @@ from tunekit.data.reports import report
 from tunekit.data.reports.report import Bin, DataReport, Packing, Piece, Repeats, Sample, SourceReport
 from tunekit.data.sources.rows import Rows, Skipped
 from tunekit.data.tokenization.alignment import ANSWERS, AlignmentSplit, Measured, tokens_of
+from tunekit.data.tokenization.classes import LabeledTokens
 from tunekit.data.tokenization.encode import Encoder
-from tunekit.data.tokenization.labeled import LabeledTokens
 from tunekit.data.tokenization.tokenize import TokenReport
 
 if TYPE_CHECKING:

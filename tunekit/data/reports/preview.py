@@ -22,8 +22,8 @@ from tunekit.data.reports.measure import sample
 from tunekit.data.reports.report import Sample
 from tunekit.data.sources.rows import Rows, RowStore, Skipped
 from tunekit.data.tokenization.alignment import ANSWERS, Room, check_calls, longest_prompt, prompt_tokens, tokens_of
+from tunekit.data.tokenization.classes import LabeledTokens
 from tunekit.data.tokenization.encode import Encoder
-from tunekit.data.tokenization.labeled import LabeledTokens
 from tunekit.data.tokenization.tokenize import TokenReport
 from tunekit.errors import DataError
 from tunekit.recipe.sections.data import Format, TooLong
@@ -175,19 +175,23 @@ def show_rows(rows: Rows, indices: range, show: Show | None) -> Iterator[RowPrev
                 sequences, num_more, left_out = show(index)
             except DataError as error:
                 left_out = str(error).removeprefix(f"{rows.place(index)}: ")
-        columns = {name: value for name, value in row.items() if name not in _ANSWERED}
-        if rows.format != "prompts":
-            columns = {"label": row["label"]} if rows.format == "classification" else {}
         yield RowPreview(
             place=rows.place(index),
             sequences=sequences,
             num_more=num_more,
-            fields={name: briefly(value, _FIELD_LENGTH) for name, value in columns.items()},
+            fields={name: briefly(row[name], _FIELD_LENGTH) for name in _shown_columns(row, rows.format)},
             label=row.get("label") if rows.format == "unpaired_preference" else None,
             left_out=left_out,
             source=briefly(json.dumps(row, ensure_ascii=False, indent=2), 2 * _FIELD_LENGTH + 1),
             thumbnails=thumbnails,
         )
+
+
+def _shown_columns(row: Row, format: Format) -> list[str]:
+    """Return the columns of a row that are shown beside its tokens."""
+    if format == "classification":
+        return ["label"]
+    return [name for name in row if name not in _ANSWERED] if format == "prompts" else []
 
 
 def trained_sequences(

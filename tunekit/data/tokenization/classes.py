@@ -10,6 +10,7 @@ from tunekit.data.formats.row_formats import BadRow, Row, counted, described, ne
 from tunekit.data.packing.sequences import IGNORED
 from tunekit.data.sources.rows import Rows
 from tunekit.data.tokenization.alignment import EncodeLabels, prompt_tokens
+from tunekit.data.tokenization.steps import StepTokens
 from tunekit.recipe.methods.spec import ScoreHead
 
 if TYPE_CHECKING:
@@ -139,3 +140,7 @@ class ClassTokens:
         if not self.head.labels:
             listed, hint = f"0 to {self.head.num_labels - 1}", "set method.labels, or raise method.num_labels"
         raise BadRow(f"label must be {listed}, got {shortened(str(entry))}; {hint}")
+
+
+LabeledTokens = StepTokens | ClassTokens
+"""Tokens of rows of which some tokens are scored and none is predicted: steps of answers, or whole texts."""
