@@ -19,13 +19,13 @@ from webui.fields import shown
 from webui.form import Form, classes_of, faults_by_entry, info_of, make_form
 from webui.form_lock import ACT, DONE, EDIT, FIELDS, MERGED, SETTLED, WANT, make_lock, make_mark, send
 from webui.hub_search import search_models
+from webui.in_order import attach_in_order
 from webui.site import Site
 from webui.words import Words, told
 
 STORAGE_KEY = "tunekit-draft"
 _FORGET_QUERY = "() => { history.replaceState(null, '', location.pathname); }"
 _QUIET: dict[str, Any] = {"show_progress": "hidden", "trigger_mode": "always_last"}
-_SENT = "(text, source, file) => [text, source, file, performance.now(), null]"
 _KEEP = "(text, source, kept) => text ? {text, source} : kept"
 
 
@@ -155,17 +155,9 @@ class NewRun:
         script = "async (asked) => { await formLock.settled(); return asked; }"
         self.search.change(None, self.search, self.sought, js=script)
         checked = [self.problems, self.faults, self.differences, self.command, self.python]
-        # The text may come before its source, which decides the command; and what is sent later may arrive first.
-        sent, newest = gr.Number(visible="hidden", label=self.words("form.yaml")), gr.State(0.0)
-        gr.on(
-            [self.text.change, self.source.change, self.file.change],
-            self.check,
-            [self.text, self.source, self.file, sent, newest],
-            [*checked, newest],
-            js=_SENT,
-            show_progress="hidden",
-            trigger_mode="always_last",
-        )
+        # The text may come before its source, which decides the command.
+        changes = [self.text.change, self.source.change, self.file.change]
+        attach_in_order(changes, self.check, [self.text, self.source, self.file], checked)
         self.text.change(None, [self.text, self.source, self.kept], [self.kept], js=_KEEP)
         saving: dict[str, Any] = {
             "inputs": [self.file, self.text],
@@ -374,18 +366,8 @@ class NewRun:
         is_first = tag is None and not entry.num_items
         return self.edit(text, item, entry.key if is_first else f"{entry.key}[{entry.num_items or 0}]")
 
-    def check(self, text: str, source: str, file: str, sent: float, newest: float) -> list[Any]:
-        """Return the problems of a draft, its differences from the defaults, and how to train it elsewhere.
-
-        Args:
-            text: The draft.
-            source: The recipe, file or run that it started from.
-            file: Name of its file.
-            sent: Time by the browser's clock at which the check was asked for.
-            newest: The latest such time so far, which is returned last.
-        """
-        if sent < newest:
-            return [gr.skip()] * 6
+    def check(self, text: str, source: str, file: str) -> list[Any]:
+        """Return the problems of a draft, its differences from the defaults, and how to train it elsewhere."""
         _, faults = draft.check_draft(text)
         payload = json.dumps({"text": text, "faults": [vars(fault) for fault in faults]})
         try:
@@ -393,7 +375,7 @@ class NewRun:
             differences = self.table(text)
         except tunekit.TunekitError:
             command = python = differences = ""
-        return [self.problem_list(faults), payload, differences, command, python, sent]
+        return [self.problem_list(faults), payload, differences, command, python]
 
     def problem_list(self, faults: list[frontend.Fault]) -> str:
         """Render problems, each with its line."""

@@ -12,6 +12,7 @@ from tunekit import frontend
 from webui import launching, plan_notes
 from webui.failures import told_by
 from webui.form_lock import ACT, DONE, PRESS, SETTLED
+from webui.in_order import attach_in_order
 from webui.plan_view import brief_html, plan_html, refused_html, side_by_side
 from webui.planning import HERE, Planned, planned, with_changes
 from webui.site import Site
@@ -127,8 +128,8 @@ def build(
 
     inputs = [draft, machine, other, latest]
     told_of = [launch.brief, view, changes, launch.mend, launch.start, launch.reason, notes, latest]
-    for event in (draft.change, machine.change, other.change):
-        event(show, inputs, told_of, trigger_mode="always_last", show_progress="hidden", concurrency_limit=4)
+    events = [draft.change, machine.change, other.change]
+    attach_in_order(events, show, inputs, told_of, concurrency_limit=4)
     texts = [draft, *holders]
 
     def mended(text: str, changes: str) -> Any:

@@ -310,6 +310,41 @@ def test_a_server_that_only_shows_says_so_and_offers_the_command_in_place_of_sta
 
 
 @pytest.mark.slow
+def test_a_plan_that_arrives_late_does_not_take_the_place_of_a_later_one(server, open_page):
+    """The plan of a large draft on this machine took longer than that on the machine which was chosen meanwhile."""
+    _, served = server
+    page, held = open_page(f"{served.url}new"), []
+
+    def is_of_this_machine(request):
+        values = json.loads(request.post_data or "{}").get("data") or [] if "/queue/join" in request.url else []
+        return len(values) >= 4 and values[1:3] == [HERE, plan_panel.NOWHERE]
+
+    def hold(route):
+        held.append(route) if is_of_this_machine(route.request) else route.continue_()
+
+    page.route("**/queue/join*", hold)
+    forced = "&set=train.micro_batch_size=8&set=train.gradient_checkpointing=false&set=parallel.num_processes=1"
+    with page.expect_request(is_of_this_machine):
+        page.goto(f"{served.url}new?from=file:large.yaml{forced}")
+    choose(page, "Machine", "h100")
+    mend = page.locator("#plan-mend")
+    mend.wait_for()
+    page.evaluate(
+        """() => {
+            const plan = document.querySelector("#plan-brief");
+            window.plans = [];
+            new MutationObserver(() => window.plans.push(plan.innerText))
+                .observe(plan, {subtree: true, childList: true, characterData: true});
+        }"""
+    )
+    with page.expect_response("**/queue/join*"):
+        held[0].continue_()
+    mend.click()
+    page.locator("#plan-plan").get_by_text("fits on H100", exact=False).first.wait_for()
+    assert not [text for text in page.evaluate("window.plans") if "This machine" in text]
+
+
+@pytest.mark.slow
 def test_a_check_that_arrives_late_does_not_take_the_place_of_a_later_one(server, serve, open_page):
     """The text of a draft and its source come into the page one by one, and what is sent first may arrive last."""
     from playwright.sync_api import expect
