@@ -1,5 +1,6 @@
 """The operations as one reads them, in plain torch, for autograd."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -87,6 +88,10 @@ def reference_linear_ce(
     log_probs = z.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1) - lse
     losses = -(1 - shape.label_smoothing) * log_probs + shape.label_smoothing * (lse - z.mean(-1))
     losses = (losses + shape.z_loss * lse**2) * (1 if token_weights is None else token_weights)
+    if shape.entropy_top_k:
+        largest = z.detach().sort(-1, descending=True).values[..., : shape.entropy_top_k]
+        entropy = torch.distributions.Categorical(logits=largest).entropy()
+        losses = losses * (entropy / math.log(shape.entropy_top_k)) ** shape.entropy_power
     log_p = z - lse[..., None]
     columns = (
         log_probs,

@@ -27,6 +27,7 @@ SHAPES = {
     "scaled": Shape(logit_scale=0.5, temperature=0.7),
     "capped": Shape(softcap=4.0, logit_scale=1.5),
     "smoothed": Shape(label_smoothing=0.1, z_loss=1e-2, temperature=1.5),
+    "weighted": Shape(1.2, 5.0, 0.8, entropy_top_k=20, entropy_power=1.5),
     "all": Shape(1.2, 5.0, 0.8, 0.2, 1e-2),
 }
 

@@ -5,7 +5,9 @@ carry that on: a gradient near zero may change its sign, but not by more than it
 """
 
 import inspect
+import itertools
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -17,8 +19,10 @@ import tunekit
 from tests.tiny import save_chats, save_tiny_model, saved_weights
 from tests.training.answers import fixed_numbers
 from tests.training.engines import made, work_in
+from tests.training.watching import micro_batches
 from tunekit.errors import DependencyError
-from tunekit.methods.head import next_labels, replace_heads
+from tunekit.methods.head import HEAD, next_labels, replace_heads
+from tunekit.methods.sft import TokenMeanSFTTrainer
 from tunekit.runs.run import Run
 
 STEPS = 10
@@ -50,7 +54,7 @@ def answer(n):
 METHODS = {
     "sft": {"type": "sft"},
     "packed": {"type": "sft"},
-    "dft": {"type": "sft", "trainer_args": {"loss_type": "dft"}},
+    "dft": {"type": "sft", "loss_type": "dft"},
     "dpo": {"type": "dpo"},
     "kto": {"type": "kto"},
     "grpo": {
@@ -176,6 +180,62 @@ def test_the_loss_and_its_gradients_are_trls_for_any_number_of_items(sums_losses
     for model in models:
         model(**batch(), num_items_in_batch=torch.tensor(50)).loss.backward()
     torch.testing.assert_close(gradients(models[1]), gradients(models[0]), rtol=1e-4, atol=1e-5)
+
+
+def eaft_losses(logits, labels, top_k, alpha):
+    """Losses of the tokens with a label by the definition of EAFT (arXiv 2601.02151)."""
+    log_p, labels = logits[:, :-1].log_softmax(-1), labels[:, 1:]
+    largest = log_p.detach().exp().topk(top_k).values
+    share = largest / largest.sum(-1, keepdim=True)
+    weights = (-(share * share.log()).sum(-1) / math.log(top_k)) ** alpha
+    of_labels = log_p.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
+    return -(of_labels * weights)[labels != -100]
+
+
+@pytest.mark.parametrize("scorer", ["tunekit", "model"])
+@pytest.mark.parametrize(("top_k", "alpha"), [(20, 1.0), (5, 2.5)])
+def test_tokens_weighted_by_their_entropies_train_as_eaft_is_defined(scorer, top_k, alpha):
+    plain, ours = two_heads("llama", sums_losses=True, entropy_top_k=top_k, entropy_power=alpha)
+    del plain.forward
+    vars(ours)[HEAD].scorer = scorer
+    output = ours(**batch())
+    output.loss.backward()
+    given, plain = batch(), plain.double()
+    loss = eaft_losses(plain(input_ids=given["input_ids"]).logits, given["labels"], top_k, alpha).mean()
+    loss.backward()
+    torch.testing.assert_close(output.loss.double(), loss, rtol=1e-5, atol=0)
+    widened = {name: gradient.double() for name, gradient in gradients(ours).items()}
+    torch.testing.assert_close(widened, gradients(plain), rtol=1e-4, atol=1e-5)
+
+
+def documents(tensors):
+    """Yield the token ids and labels of each document of a micro-batch, `(1, tokens)` each."""
+    for row, ids in enumerate(tensors["input_ids"]):
+        begins = tensors["position_ids"][row] == 0 if "position_ids" in tensors else torch.arange(len(ids)) == 0
+        bounds = [*begins.nonzero().flatten().tolist(), len(ids)]
+        for start, end in itertools.pairwise(bounds):
+            yield ids[None, start:end], tensors["labels"][row, None, start:end]
+
+
+@pytest.mark.parametrize("name", ["sft", "packed"])
+def test_a_run_logs_the_loss_of_eaft_and_evaluates_without_its_weights(name, folder):
+    """Weights hardly move, so that the logged losses are those of the model that training starts from."""
+    method = {"type": "sft", "loss_type": "eaft", "eaft_alpha": 0.5, "eaft_top_k": 10}
+    steps = {"max_steps": 2, "global_batch_size": 4, "micro_batch_size": 2, "learning_rate": 1e-9}
+    output = {"dir": str(folder / "runs" / f"eaft-{name}")}
+    with micro_batches(TokenMeanSFTTrainer) as batches:
+        run = trained(recipe(folder, name, "tunekit", method=method, train=steps, output=output))
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64)
+    assert len(batches) == 4
+    for step, loss in enumerate(logged(run, "log", "loss")):
+        parts = [
+            eaft_losses(model(input_ids=ids).logits, labels, 10, 0.5).detach()
+            for tensors in batches[2 * step : 2 * step + 2]
+            for ids, labels in documents(tensors)
+        ]
+        assert loss == pytest.approx(torch.cat(parts).mean().item(), abs=2e-6)
+    plain = trained(recipe(folder, name, "tunekit", train=steps, output={"dir": f"{output['dir']}-plain"}))
+    assert logged(run, "eval", "eval_loss") == pytest.approx(logged(plain, "eval", "eval_loss"), abs=2e-6)
 
 
 def test_shifted_labels_are_scored_as_they_are():

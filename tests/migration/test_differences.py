@@ -471,8 +471,27 @@ def test_dynamic_sampling_takes_as_many_attempts_as_ms_swift_does() -> None:
 )
 def test_the_loss_of_dynamic_fine_tuning_is_trls(config, more) -> None:
     report = made(config, **more)
-    assert report.recipe.method.trainer_args["loss_type"] == "dft"
+    assert report.recipe.method.loss_type == "dft"
     assert not report.of_kind("unsupported")
+
+
+@pytest.mark.parametrize(
+    ("config", "more", "scale"),
+    [
+        (AXOLOTL, {"datasets": [CHAT], "use_eaft": True, "eaft_k": 10}, "does not divide entropies"),
+        (LLAMA_FACTORY, {"dataset": "rows", "use_eaft_loss": True}, "divides entropies by 3"),
+        (SWIFT, {"enable_eaft_loss": True}, "divides entropies by 3"),
+    ],
+)
+def test_the_loss_of_entropy_adaptive_fine_tuning_comes_along_but_for_its_scale(config, more, scale) -> None:
+    report = made(config, **more, eaft_alpha=0.5)
+    method = report.recipe.method
+    assert (method.loss_type, method.eaft_alpha, method.eaft_top_k) == ("eaft", 0.5, more.get("eaft_k", 20))
+    assert not report.of_kind("unsupported")
+    (switch,) = [key for key in more if key.startswith(("use", "enable"))]
+    assert scale in next(line.words for line in report.of_kind("different") if line.key == switch)
+    report = made(config, **more | {switch: False}, eaft_alpha=0.5)
+    assert report.recipe.method.loss_type == "nll" and not report.of_kind("unsupported")
 
 
 def test_oft_comes_along_but_for_a_number_of_blocks_and_a_base_in_few_bits() -> None:

@@ -126,7 +126,7 @@ def test_what_is_free_and_right_passes_to_trl_as_it_is() -> None:
         "neftune_noise_alpha": 5,
         "adam_beta1": 0.8,
         "torch_compile": True,
-        "loss_type": "dft",
+        "label_smoothing_factor": 0.1,
         "lr_scheduler_kwargs": {"num_cycles": 2},
         "label_names": None,
         "optim_args": "alpha=0.9",

@@ -89,6 +89,8 @@ BESIDE: dict[str, dict[str, Any]] = {
     "adapter.language_model": {"adapter.projector": "full"},
     "adapter.dropout": {"method.trainer_args": {"disable_dropout": False}},
     "method.labels": {"method.num_labels": frontend.UNSET},
+    "method.eaft_alpha": {"method.loss_type": "eaft"},
+    "method.eaft_top_k": {"method.loss_type": "eaft"},
     "method.loss_weights": {"method.loss_type": ["sigmoid", "hinge"]},
     "method.simpo_gamma": {"method.loss_type": "simpo"},
     "method.importance_sampling_level": {"method.loss_type": "grpo"},

@@ -7,7 +7,10 @@ With logits y of a token (its row of `hidden @ weight.T + bias`), label t, weigh
     entropy = lse - sum_j p_j z_j,   log_sum_sq_probs = log sum_j p_j^2,   mean_logits = mean_j z_j
     loss = w * ((1 - label_smoothing) * -log_prob + label_smoothing * (lse - mean_logits) + z_loss * lse^2)
 
-and the gradient that takes the place of y, where one is asked for, is that of `loss + w_entropy * entropy`:
+With `entropy_top_k`, the weight is also multiplied by the entropy of the softmax of a token's largest logits, over that
+of as many equal ones, to the power `entropy_power` (EAFT, arXiv 2601.02151); it has no gradient.
+
+And the gradient that takes the place of y, where one is asked for, is that of `loss + w_entropy * entropy`:
 
     dz_j = w * ((1 + 2 z_loss lse) p_j - (1 - label_smoothing) [j = t] - label_smoothing / V)
            - w_entropy p_j (z_j - lse + entropy)
@@ -49,6 +52,8 @@ class Shape(NamedTuple):
     temperature: float = 1.0
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    entropy_top_k: float = 0
+    entropy_power: float = 1.0
 
 
 class Rows(NamedTuple):

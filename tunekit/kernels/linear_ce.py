@@ -24,6 +24,7 @@ and loses what is small against the sum. Each sum has always the same order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -113,11 +114,11 @@ def linear_logprob(
         index: See there.
         statistics: See there.
         entropy_gradient: Whether the entropy has a gradient too. It costs the logits a second time.
-        shape: See there; `label_smoothing` and `z_loss` are those of a loss, and not used.
+        shape: See there; `label_smoothing`, `z_loss` and `entropy_top_k` are those of a loss, and not used.
         weight_gradient_dtype: See there.
         budget_bytes: See there.
     """
-    shape = shape._replace(label_smoothing=0.0, z_loss=0.0)
+    shape = shape._replace(label_smoothing=0.0, z_loss=0.0, entropy_top_k=0)
     how = _Settings(labels.numel(), tuple(statistics), shape, weight_gradient_dtype, budget_bytes)
     rows, targets, places = _scored(hidden, labels, index)
     columns = _LinearLogProb.apply(  # type: ignore[no-untyped-call]
@@ -212,13 +213,7 @@ def cross_entropy(
     """
     is_scored = labels >= 0
     target = labels.clamp(min=0)[:, None]
-    z = logits.float()
-    if shape.logit_scale != 1:
-        z = z * shape.logit_scale
-    if shape.softcap is not None:
-        z = shape.softcap * torch.tanh(z / shape.softcap)
-    if shape.temperature != 1:
-        z = z / shape.temperature
+    z = _scaled(logits, shape)
     lse = torch.logsumexp(z, -1)
     log_probs = z.gather(-1, target).squeeze(-1) - lse
     rows.log_probs.copy_(log_probs.where(is_scored, 0))
@@ -251,6 +246,32 @@ def cross_entropy(
     if shape.softcap is not None:
         p.mul_(1 - (z * (shape.temperature / shape.softcap)).square_())
     logits.copy_(p.mul_(shape.logit_scale / shape.temperature))
+
+
+def _scaled(logits: Tensor, shape: Shape) -> Tensor:
+    """Return logits in float32 as probabilities are computed from them."""
+    z = logits.float()
+    if shape.logit_scale != 1:
+        z = z * shape.logit_scale
+    if shape.softcap is not None:
+        z = shape.softcap * torch.tanh(z / shape.softcap)
+    if shape.temperature != 1:
+        z = z / shape.temperature
+    return z
+
+
+def eaft_weights(logits: Tensor, shape: Shape) -> Tensor:
+    """Return the factors of the losses of tokens by `shape.entropy_top_k`, `(tokens,)` in float32, from 0 to 1.
+
+    Args:
+        logits: `(tokens, vocabulary)`.
+        shape: Number of largest logits, and the power of their entropy.
+    """
+    num_kept = min(int(shape.entropy_top_k), logits.shape[1])
+    log_p = _scaled(logits.topk(num_kept, -1, sorted=False).values, shape).log_softmax(-1)
+    # A word that cannot be chosen adds nothing; 0 times -inf would be NaN.
+    entropy = -(log_p.exp() * log_p.masked_fill(log_p.isneginf(), 0)).sum(-1)
+    return (entropy / math.log(num_kept)).clamp(0, 1) ** shape.entropy_power
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:
@@ -299,10 +320,13 @@ def _linear_cross_entropy(
         torch.mm(x, weight.t(), out=logits)
         if bias is not None:
             logits.add_(bias.to(dtype))
+        of_tokens = weights[start:end]
+        if shape_args.entropy_top_k:
+            of_tokens = of_tokens * eaft_weights(logits, shape_args)
         compute(
             logits,
             labels[start:end],
-            weights[start:end],
+            of_tokens,
             None if entropy_weights is None else entropy_weights[start:end],
             Rows(*(column[start:end] for column in rows)),
             shape_args,

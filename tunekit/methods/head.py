@@ -35,7 +35,14 @@ from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 from tunekit.errors import DependencyError
 from tunekit.kernels.cross_entropy import IGNORED, STATISTICS, Shape
-from tunekit.kernels.linear_ce import TokenScores, linear_ce, linear_logprob, next_labels, places_of
+from tunekit.kernels.linear_ce import (
+    TokenScores,
+    eaft_weights,
+    linear_ce,
+    linear_logprob,
+    next_labels,
+    places_of,
+)
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -103,6 +110,8 @@ class Head:
         trl: TRL's forward pass, which serves all calls that are not for scores.
         sums_losses: See `replace_heads`.
         entropy_gradient: See there.
+        entropy_top_k: See there.
+        entropy_power: See there.
     """
 
     scorer: Literal["tunekit", "trl", "model"]
@@ -110,6 +119,23 @@ class Head:
     trl: MethodType
     sums_losses: bool
     entropy_gradient: bool
+    entropy_top_k: int = 0
+    entropy_power: float = 1.0
+
+    def shape(self, *, learns: bool, **of_weight: Any) -> Shape:
+        """Return what makes a loss of logits.
+
+        Args:
+            learns: Whether it is trained on: evaluations have no weights.
+            of_weight: Further fields, of logits that are products with the head's weight.
+        """
+        num_weighed = self.entropy_top_k if learns else 0
+        return Shape(
+            temperature=self.bound["temperature"],
+            entropy_top_k=num_weighed,
+            entropy_power=self.entropy_power,
+            **of_weight,
+        )
 
     @property
     def statistics(self) -> list[str]:
@@ -118,7 +144,13 @@ class Head:
 
 
 def replace_heads(
-    trainer: "Trainer", *, sums_losses: bool = False, entropy_gradient: bool = False, keeps_trls: bool = False
+    trainer: "Trainer",
+    *,
+    sums_losses: bool = False,
+    entropy_gradient: bool = False,
+    keeps_trls: bool = False,
+    entropy_top_k: int = 0,
+    entropy_power: float = 1.0,
 ) -> None:
     """Put our head in the place of TRL's, on each model of a trainer that has one, before the trainer wraps them.
 
@@ -127,13 +159,17 @@ def replace_heads(
         sums_losses: Whether it learns from nothing but the sum of losses, whose gradients the forward pass can compute.
         entropy_gradient: Whether it learns from the entropy too.
         keeps_trls: Whether TRL's head goes on scoring, until it is found not to be the model's.
+        entropy_top_k: Number of largest logits of a token whose entropy its loss in the sum is multiplied by, in
+            training; 0: none.
+        entropy_power: Power of that factor.
 
     Raises:
         DependencyError: There is no such head, or not as it was when this was written.
     """
     for model in _models(trainer):
         patched = [module for module in model.modules() if "forward" in vars(module)]
-        heads = [_replace(module, sums_losses, entropy_gradient, keeps_trls, trainer) for module in patched]
+        weighting = entropy_top_k, entropy_power
+        heads = [_replace(module, sums_losses, entropy_gradient, keeps_trls, weighting, trainer) for module in patched]
         if not any(heads):
             raise _gone(f"{type(model).__name__} has none")
 
@@ -166,7 +202,14 @@ def _models(trainer: "Trainer") -> list["Module"]:
     return [model for model in (trainer.model, vars(trainer).get("ref_model")) if model is not None]
 
 
-def _replace(module: "Module", sums_losses: bool, entropy_gradient: bool, keeps_trls: bool, trainer: "Trainer") -> bool:
+def _replace(
+    module: "Module",
+    sums_losses: bool,
+    entropy_gradient: bool,
+    keeps_trls: bool,
+    weighting: tuple[int, float],
+    trainer: "Trainer",
+) -> bool:
     """Replace the head of one module, if it has one."""
     # Accelerate has put autocast around that of a reference model, and keeps what was there.
     is_wrapped = "_original_forward" in vars(module)
@@ -181,7 +224,7 @@ def _replace(module: "Module", sums_losses: bool, entropy_gradient: bool, keeps_
     unknown = set(bound["outputs"]) - {"log_probs", *STATISTICS}
     if unknown:
         raise _gone(f"unknown outputs {', '.join(sorted(unknown))}")
-    head = Head("trl" if keeps_trls else "tunekit", bound, trl, sums_losses, entropy_gradient)
+    head = Head("trl" if keeps_trls else "tunekit", bound, trl, sums_losses, entropy_gradient, *weighting)
     vars(module)[HEAD] = head
     forward = _forward_with(head)
     if is_wrapped:
@@ -252,7 +295,9 @@ def _score_by_weight(
     casting: AbstractContextManager[Any] = nullcontext()
     if bound["cast_lm_head_to_fp32"]:
         hidden, casting = hidden.float(), torch.autocast(hidden.device.type, enabled=False)
-    shape = Shape(bound["logit_scale"], bound["final_logit_softcapping"], bound["temperature"])
+    shape = head.shape(
+        learns=model.training, logit_scale=bound["logit_scale"], softcap=bound["final_logit_softcapping"]
+    )
     with casting:
         weight = whole(embeddings.weight)
         bias = None if embeddings.bias is None else whole(embeddings.bias)
@@ -273,7 +318,8 @@ def _score_by_model(
     output = head.bound["original_forward"](*args, **kwargs)
     labels, statistics = wanted.to(output.logits.device), head.statistics
     places = places_of(labels) if index is None else index
-    z = output.logits.flatten(0, -2).index_select(0, places).float() / head.bound["temperature"]
+    logits = output.logits.flatten(0, -2).index_select(0, places)
+    z = logits.float() / head.bound["temperature"]
     of_tokens = labels.flatten().index_select(0, places)
     log_p = z.log_softmax(-1)
 
@@ -289,8 +335,12 @@ def _score_by_model(
         sums = spread((2 * log_p).logsumexp(-1)) if "log_sum_sq_probs" in statistics else None
         means = spread(z.mean(-1)) if "mean_logits" in statistics else None
         tops = spread(z.argmax(-1) == of_tokens) if "is_top1" in statistics else None
-    log_probs = spread(log_p.gather(-1, of_tokens[:, None]).squeeze(-1))
-    return TokenScores(None, log_probs, entropy, sums, means, tops), output.get("aux_loss")
+    of_labels = log_p.gather(-1, of_tokens[:, None]).squeeze(-1)
+    log_probs, loss = spread(of_labels), None
+    shape = head.shape(learns=model.training)
+    if shape.entropy_top_k:
+        loss = -(of_labels * eaft_weights(logits.detach(), shape)).sum()
+    return TokenScores(loss, log_probs, entropy, sums, means, tops), output.get("aux_loss")
 
 
 def _balance(model: Any, router_logits: Any, text_config: Any, attention_mask: Tensor | None) -> Any:

@@ -28,7 +28,11 @@ def build(method: SFTMethod, parts: Parts) -> RunTrainer:
         method: What else goes to SFTConfig.
         parts: All else. Rows have columns `input_ids` and `labels` (-100 off the loss), and `seq_lengths` where packed.
     """
-    return token_trainer(TokenMeanSFTTrainer, parts, method.trainer_args)
+    # TRL has no such loss: our head weighs tokens by their entropies.
+    is_eaft = method.loss_type == "eaft"
+    arguments = {**method.trainer_args, "loss_type": "nll" if is_eaft else method.loss_type}
+    weighting = {"entropy_top_k": method.eaft_top_k, "entropy_power": method.eaft_alpha} if is_eaft else {}
+    return token_trainer(TokenMeanSFTTrainer, parts, arguments, weighting=weighting)
 
 
 def token_trainer(
@@ -38,6 +42,7 @@ def token_trainer(
     given: Mapping[str, Any] = MappingProxyType({}),
     *,
     no_labels: Any = (IGNORED,),
+    weighting: Mapping[str, Any] = MappingProxyType({}),
 ) -> RunTrainer:
     """A trainer over token ids and labels, whose losses are means over the tokens of a step.
 
@@ -47,6 +52,7 @@ def token_trainer(
         trainer_args: Arguments of SFTConfig.
         given: Arguments of the trainer that only its class has.
         no_labels: Labels of a row that is not trained on.
+        weighting: Weights of tokens in the sum of losses, as `replace_heads` takes them.
     """
     from datasets import Dataset
     from trl import SFTConfig
@@ -94,7 +100,7 @@ def token_trainer(
     if parts.plan.recipe.method.spec.classifies is not None:
         return trainer
     trainer.learns_from_sums = parts.head == "sums"
-    replace_heads(trainer, sums_losses=trainer.learns_from_sums, keeps_trls=parts.head == "tiles")
+    replace_heads(trainer, sums_losses=trainer.learns_from_sums, keeps_trls=parts.head == "tiles", **weighting)
     if parts.head != "tiles" and parts.processor is None:
         name_scored_positions(trainer)
     return trainer

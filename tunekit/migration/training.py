@@ -364,7 +364,25 @@ def dft(draft: Draft, entry: Entry) -> Fate:
         return Fate("silent", "is off")
     if draft.method != "sft":
         return Fate("silent", "only used with sft")
-    return draft.carry(entry, "method.trainer_args.loss_type", "dft")
+    return draft.carry(entry, "method.loss_type", "dft")
+
+
+_EAFT_SWITCHES = ("use_eaft", "use_eaft_loss", "enable_eaft_loss")
+
+
+def eaft(draft: Draft, entry: Entry) -> Fate:
+    """The loss of entropy-adaptive fine-tuning (arXiv 2601.02151), or a setting of it."""
+    if draft.method != "sft":
+        return Fate("silent", "only used with sft")
+    if all(is_off(draft.get(key, False)) for key in _EAFT_SWITCHES):
+        return Fate("silent", "is off" if entry.key in _EAFT_SWITCHES else "no effect without the loss of EAFT")
+    if entry.key not in _EAFT_SWITCHES:
+        target = "eaft_alpha" if entry.key == "eaft_alpha" else "eaft_top_k"
+        return draft.carry(entry, f"method.{target}", number(entry.value))
+    fate = draft.carry(entry, "method.loss_type", "eaft")
+    scale = "does not divide entropies" if draft.tool == "Axolotl" else "divides entropies by 3"
+    words = f"{draft.tool} {scale}, tunekit by their maximum; evaluations report the unweighted loss"
+    return Fate("different", f"{fate.words}; {words}")
 
 
 def report_to(draft: Draft, entry: Entry) -> Fate:

@@ -146,7 +146,7 @@ def write_card(
         metadata=data.to_yaml(),
         name=run.name,
         facts=rows,
-        loss=recipe.method.spec.loss_description,
+        loss=recipe.method.loss_description,
         samples=[[sample["prompt"], sample.get("before", ""), sample.get("after", "")] for sample in samples],
         scores=[[f"{Path(one.of).name}: {one.words}", f"{one.num_rows:,}", *one.cells] for one in evaluated],
         recipe=dump_recipe(recipe),

@@ -672,8 +672,8 @@ def head_kind(kind: HeadKind, method: MethodSection, kernels: Kernels, layout: L
     """
     if kind != "tiles" or not method.spec.uses_tiled_head or why_trl_head(kernels, layout) is not None:
         return kind
-    incompatible = {"loss_type", "label_smoothing_factor"} & method.trainer_args.keys()
-    return "sums" if method.spec.trains_on == "tokens" and not incompatible else "chunks"
+    is_sum = method.spec.trains_on == "tokens" and method.sums_losses
+    return "sums" if is_sum and "label_smoothing_factor" not in method.trainer_args else "chunks"
 
 
 def _forms(hardware: Hardware) -> str:

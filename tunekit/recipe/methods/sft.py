@@ -1,8 +1,12 @@
 """Recipe section and spec of supervised fine-tuning."""
 
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
-from tunekit.recipe.methods.spec import LearningRate, MethodSection, MethodSpec
+from pydantic import Field
+
+from tunekit.recipe.methods.spec import LearningRate, MethodSection, MethodSpec, OtherSections
+from tunekit.recipe.sections.section import Conflict
 
 
 class SFTMethod(MethodSection):
@@ -25,6 +29,41 @@ class SFTMethod(MethodSection):
     type: Literal["sft"] = "sft"
     """Supervised fine-tuning."""
 
+    loss_type: Literal["nll", "dft", "eaft"] = "nll"
+    """Loss of a token: its negative log-likelihood, weighted by its probability in dft (arXiv 2508.05629), and by the
+    entropy of its prediction in eaft (arXiv 2601.02151). With eaft, evaluations report the unweighted loss."""
+
+    eaft_alpha: Annotated[float, Field(gt=0)] = 1.0
+    """Power of the entropy in eaft's weight."""
+
+    eaft_top_k: Annotated[int, Field(gt=1)] = 20
+    """Number of most likely tokens in eaft's entropy, which is divided by its maximum."""
+
     trainer_args: dict[str, Any] = {}
     """Other arguments of TRL's SFTConfig, by its field names. Checked against the installed version; arguments that
     tunekit sets itself are refused."""
+
+    @property
+    def sums_losses(self) -> bool:
+        """True if training needs the sum of losses alone."""
+        return self.loss_type != "dft"
+
+    @property
+    def loss_description(self) -> str:
+        """Meaning of the losses, for the model card."""
+        weights = {"dft": "the probability of the token", "eaft": "the entropy of its prediction"}
+        if self.loss_type == "nll":
+            return self.spec.loss_description
+        evaluated = "; those of evaluations are unweighted" if self.loss_type == "eaft" else ""
+        return f"{self.spec.loss_description[:-1]}, weighted by {weights[self.loss_type]}{evaluated}."
+
+    def conflicts(self, others: OtherSections) -> Iterator[Conflict]:
+        """Yield conflicts with the rest of the recipe, and settings of a loss that is not used."""
+        yield from super().conflicts(others)
+        if self.loss_type != "eaft":
+            for name in ("eaft_alpha", "eaft_top_k"):
+                if dict(self)[name] != type(self).model_fields[name].default:
+                    yield Conflict(("method", name), "has no effect without method.loss_type eaft", "unset it")
+        if self.loss_type != "nll" and self.trainer_args.get("label_smoothing_factor"):
+            what = f"not used by method.loss_type {self.loss_type}"
+            yield Conflict(("method", "trainer_args", "label_smoothing_factor"), what, "unset it")

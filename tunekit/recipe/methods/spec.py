@@ -252,6 +252,16 @@ class MethodSection(Section):
         return self.spec.trains_on == "tokens"
 
     @property
+    def sums_losses(self) -> bool:
+        """True if training on tokens needs the sum of their losses alone."""
+        return True
+
+    @property
+    def loss_description(self) -> str:
+        """Meaning of the losses, for the model card."""
+        return self.spec.loss_description
+
+    @property
     def num_server_devices(self) -> int:
         """Devices of the vLLM server that the run starts; 0 where it starts none."""
         return 0
