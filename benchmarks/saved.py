@@ -66,6 +66,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "qlora": {"type": "qlora", "rank": 4},
     "ia3": {"type": "ia3"},
     "oft": {"type": "oft", "oft_block_size": 4},
+    "miss": {"type": "miss", "rank": 4},
     "vera": {"type": "vera", "rank": 4},
     "adalora": {"type": "adalora", "init_r": 4, "target_r": 2},
     "prompt": {"type": "prompt_tuning", "num_virtual_tokens": 4},

@@ -14,6 +14,7 @@ SEEDS = [
     ("zero3", "full", True, "float32"),
     ("ddp", "dora", False, "bfloat16"),
     ("ddp", "adalora", True, "float32"),
+    ("zero3", "miss", False, "float32"),
     ("zero1", "prompt", False, "bfloat16"),
     ("zero2", "qlora", True, "float32"),
 ]

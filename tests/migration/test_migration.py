@@ -16,7 +16,7 @@ from tunekit.errors import PlanError, RecipeError
 from tunekit.migration.migration import migrate
 from tunekit.migration.report import Migration
 from tunekit.recipe.load import load_recipe
-from tunekit.recipe.sections.adapters import AdaloraAdapter, VeraAdapter
+from tunekit.recipe.sections.adapters import AdaloraAdapter, MissAdapter, VeraAdapter
 
 CONFIGS = Path(__file__).parent / "configs"
 NAMES = sorted(path.name for path in CONFIGS.iterdir())
@@ -1024,6 +1024,20 @@ def test_vera_has_a_rank_of_its_own(tmp_path) -> None:
     assert not made.of_kind("unsupported")
     (tmp_path / "config.yaml").write_text("model: m\ndataset: x.jsonl\nvera_rank: 64\n")
     assert line_of(migrate(tmp_path / "config.yaml"), "vera_rank").words == "only used with tuner_type vera"
+
+
+def test_bone_is_miss_as_peft_calls_it_now(tmp_path) -> None:
+    config = "model: m\ndataset: x.jsonl\nlora_rank: 32\ntuner_type: bone\n"
+    (tmp_path / "config.yaml").write_text(config)
+    made = migrate(tmp_path / "config.yaml")
+    assert made.recipe.adapter == MissAdapter(rank=4) and not made.of_kind("unsupported")
+    assert line_of(made, "lora_rank").words == "not used with tuner_type miss"
+    (tmp_path / "config.yaml").write_text(f"{config}reft_rank: 16\ninit_weights: bat\n")
+    made = migrate(tmp_path / "config.yaml")
+    assert made.recipe.adapter == MissAdapter(rank=16)
+    assert line_of(made, "init_weights").words == "bat: adapter.type=miss starts as by PEFT's default"
+    (tmp_path / "config.yaml").write_text("model: m\ndataset: x.jsonl\nreft_rank: 16\n")
+    assert line_of(migrate(tmp_path / "config.yaml"), "reft_rank").words == "only used with tuner_type bone"
 
 
 def test_of_a_stream_the_first_rows_are_taken(tmp_path) -> None:

@@ -32,6 +32,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "ia3": {"adapter": {"type": "ia3"}},
     "vera": {"adapter": {"type": "vera"}},
     "oft": {"adapter": {"type": "oft"}},
+    "miss": {"adapter": {"type": "miss"}},
     "prompt tuning": {"adapter": {"type": "prompt_tuning"}},
     "relora": {"adapter": {"relora": {"steps": 20}}},
     "dora": {"adapter": {"use_dora": True}},

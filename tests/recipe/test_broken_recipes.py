@@ -244,8 +244,8 @@ BROKEN = {
     ),
     "a_field_of_another_adapter": (
         GOOD + "adapter: {type: full, rank: 8}\n",
-        "recipe.yaml:3:23: adapter.rank: adapter.type=full has no 'rank'; available with adapter.type=lora, qlora or "
-        "vera",
+        "recipe.yaml:3:23: adapter.rank: adapter.type=full has no 'rank'; available with adapter.type=lora, qlora, "
+        "vera or miss",
     ),
     "a_field_of_qlora_in_lora": (
         GOOD + "adapter: {type: lora, quant_type: nf4}\n",
@@ -271,24 +271,24 @@ BROKEN = {
     "an_adapter_without_type": (
         GOOD + ("adapter:\n  rank: 8\n"),
         "recipe.yaml:3:1: adapter.type: missing required key; set it to one of full, lora, qlora, ia3, vera, oft, "
-        "adalora, prompt_tuning",
+        "miss, adalora, prompt_tuning",
     ),
     "an_unknown_adapter": (
         GOOD + "adapter: qlroa\n",
         (
-            "recipe.yaml:3:10: adapter.type: must be one of full, lora, qlora, ia3, vera, oft, adalora, prompt_tuning, "
-            "got 'qlroa'; did you mean 'qlora'?"
+            "recipe.yaml:3:10: adapter.type: must be one of full, lora, qlora, ia3, vera, oft, miss, adalora, "
+            "prompt_tuning, got 'qlroa'; did you mean 'qlora'?"
         ),
     ),
     "an_unknown_adapter_type": (
         GOOD + "adapter: {type: LoRA, rank: 8}\n",
-        "recipe.yaml:3:17: adapter.type: must be one of full, lora, qlora, ia3, vera, oft, adalora, prompt_tuning, "
-        "got 'LoRA'; did you mean 'lora'?",
+        "recipe.yaml:3:17: adapter.type: must be one of full, lora, qlora, ia3, vera, oft, miss, adalora, "
+        "prompt_tuning, got 'LoRA'; did you mean 'lora'?",
     ),
     "an_adapter_type_that_is_a_number": (
         GOOD + "adapter: {type: 4}\n",
-        "recipe.yaml:3:17: adapter.type: must be one of full, lora, qlora, ia3, vera, oft, adalora, prompt_tuning, "
-        "got 4",
+        "recipe.yaml:3:17: adapter.type: must be one of full, lora, qlora, ia3, vera, oft, miss, adalora, "
+        "prompt_tuning, got 4",
     ),
     "an_unknown_method": (
         GOOD + "method: sftt\n",
@@ -876,12 +876,13 @@ BROKEN_OVERRIDES = {
     ),
     "a_field_that_the_new_adapter_does_not_have": (
         ["adapter=full", "adapter.rank=3"],
-        "command line: adapter.rank: adapter.type=full has no 'rank'; available with adapter.type=lora, qlora or vera",
+        "command line: adapter.rank: adapter.type=full has no 'rank'; available with adapter.type=lora, qlora, vera "
+        "or miss",
     ),
     "an_unknown_adapter": (
         ["adapter.type=lroa"],
-        "command line: adapter.type: must be one of full, lora, qlora, ia3, vera, oft, adalora, prompt_tuning, "
-        "got 'lroa'; did you mean 'lora'?",
+        "command line: adapter.type: must be one of full, lora, qlora, ia3, vera, oft, miss, adalora, "
+        "prompt_tuning, got 'lroa'; did you mean 'lora'?",
     ),
     "an_unknown_key_in_a_section": (
         ["adapter={type: lora, rnak: 3}"],
@@ -1026,8 +1027,8 @@ def test_mistakes_of_file_and_command_line_come_together_in_reading_order() -> N
     assert message("recipe.yaml", "output.nam=x").splitlines() == [
         "recipe.yaml:4:3: train.sede: unknown key; did you mean 'seed'?",
         "recipe.yaml:5:14: train.max_steps: must be an integer, got 'x'",
-        "recipe.yaml:6:10: adapter.type: must be one of full, lora, qlora, ia3, vera, oft, adalora, prompt_tuning, "
-        "got 'lroa'; did you mean 'lora'?",
+        "recipe.yaml:6:10: adapter.type: must be one of full, lora, qlora, ia3, vera, oft, miss, adalora, "
+        "prompt_tuning, got 'lroa'; did you mean 'lora'?",
         "command line: output.nam: unknown key; did you mean 'name'?",
     ]
 

@@ -60,7 +60,7 @@ def test_a_tag_is_explained_by_each_of_its_words() -> None:
     entry = entries(adapter="full")["adapter.type"]
     assert entry.is_tag
     assert (entry.choices, entry.value, entry.default) == (
-        ("full", "lora", "qlora", "ia3", "vera", "oft", "adalora", "prompt_tuning"),
+        ("full", "lora", "qlora", "ia3", "vera", "oft", "miss", "adalora", "prompt_tuning"),
         "full",
         "lora",
     )

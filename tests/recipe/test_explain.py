@@ -25,7 +25,9 @@ def test_a_field_says_what_it_takes_its_default_and_who_has_it() -> None:
         "adapter.rank: an integer greater than 0; default 16; with adapter.type lora or qlora\n"
         "    Rank of the update matrices; their size grows with it.\n\n"
         "adapter.rank: an integer greater than 0; default 256; with adapter.type vera\n"
-        "    Rank of the two random matrices. A layer trains this number of values, plus one per output."
+        "    Rank of the two random matrices. A layer trains this number of values, plus one per output.\n\n"
+        "adapter.rank: an integer greater than 0; default 64; with adapter.type miss\n"
+        "    Inputs of a block, and rows of the trained matrix."
     )
 
 
@@ -44,7 +46,7 @@ def test_a_field_says_what_it_takes_its_default_and_who_has_it() -> None:
         ),
         (
             "adapter.type",
-            "adapter.type: one of full, lora, qlora, ia3, vera, oft, adalora, prompt_tuning; default lora",
+            "adapter.type: one of full, lora, qlora, ia3, vera, oft, miss, adalora, prompt_tuning; default lora",
         ),
         ("adapter.quant_type", "adapter.quant_type: one of nf4, fp4, int8; default nf4; with adapter.type qlora"),
         ("train.gradient_checkpointing", "train.gradient_checkpointing: auto, true or false; default auto"),
@@ -75,11 +77,11 @@ def test_a_section_is_explained_with_all_its_fields_each_once() -> None:
     assert keys[0] == "adapter"
     assert "adapter.rank" in keys
     assert "adapter.quant_type" in keys
-    assert keys.count("adapter.rank") == 2, "those of LoRA and VeRA differ"
+    assert keys.count("adapter.rank") == 3, "those of LoRA, VeRA and MiSS differ"
     assert keys.count("adapter.alpha") == 2, "those of LoRA and AdaLoRA differ"
     towers = ("adapter.vision_tower", "adapter.projector")
     assert [keys.count(key) for key in towers] == [2, 2], "those of full fine-tuning and LoRA differ"
-    assert len(keys) == len(set(keys)) + 4
+    assert len(keys) == len(set(keys)) + 5
 
 
 def test_everything_is_every_field() -> None:

@@ -1,5 +1,5 @@
-"""(IA)3, VeRA, OFT, and LoRA with rows of tokens or biases, through the life of a run: resumed, in several processes,
-as references, exported, refused.
+"""(IA)3, VeRA, OFT, MiSS, and LoRA with rows of tokens or biases, through the life of a run: resumed, in several
+processes, as references, exported, refused.
 
 Their losses are compared with layers written out in test_reference.py, their bytes with PEFT's in test_states.py.
 """
@@ -40,6 +40,7 @@ ADAPTERS = {
     "ia3": {"type": "ia3", "feedforward_modules": ["down_proj"]},
     "vera": {"type": "vera", "rank": 8},
     "oft": {"type": "oft", "oft_block_size": 8},
+    "miss": {"type": "miss", "rank": 5},
     "tokens": {"type": "lora", "rank": 4, "trainable_token_indices": [256, 257, 100]},
     "biases": {"type": "lora", "rank": 4, "lora_bias": True},
 }
@@ -210,6 +211,7 @@ def test_the_random_matrices_of_vera_are_planned_once(folder):
             {},
             "oft_block_size: 32 does not divide the inputs of all adapted layers: 48, 112; set one of 2, 4, 8, 16",
         ),
+        ({"type": "miss"}, {}, "adapter.rank: 64 exceeds the inputs of an adapted layer: 48; lower it to 48 at most"),
         (
             {"type": "ia3", "feedforward_modules": ["fc2"]},
             {},

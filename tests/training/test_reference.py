@@ -140,6 +140,20 @@ class Vectors(torch.nn.Module):
         return self.linear(x) + self.b * ((self.d * (x @ a.T)) @ b.T)
 
 
+class Blocks(torch.nn.Module):
+    """(W + [D D ... D]) x, with D for each block of inputs, cut where the last block has fewer."""
+
+    def __init__(self, linear):
+        super().__init__()
+        outputs, inputs = linear.weight.shape
+        self.linear, self.num_blocks = linear, -(-inputs // BLOCK)
+        self.d = torch.nn.Parameter(torch.zeros(outputs, BLOCK))
+
+    def forward(self, x):
+        repeated = self.d.repeat(1, self.num_blocks)[:, : x.shape[-1]]
+        return torch.nn.functional.linear(x, self.linear.weight + repeated, self.linear.bias)
+
+
 class Rotation(torch.nn.Module):
     """W (R x): x in blocks, each by its R = I + 2 (Q + Q^2 + Q^3) + Q^4, which is near to orthogonal."""
 
@@ -167,8 +181,8 @@ def adapted(kind, name, linear, recorder):
         fixed = recorder.low_rank
         a, b = (next(fixed[key] for key in fixed if key.endswith(f"vera_{side}.default")) for side in "AB")
         return Vectors(linear, a, b)
-    if kind == "oft":
-        return Rotation(linear)
+    if kind in ("oft", "miss"):
+        return Rotation(linear) if kind == "oft" else Blocks(linear)
     a, b = (recorder.low_rank[f"{name}.lora_{side}.default.weight"] for side in "AB")
     assert a.shape[0] == RANK and not b.any()
     return LowRank(linear, a.clone(), b.clone())
@@ -219,6 +233,7 @@ ADAPTERS = {
     "ia3": {"type": "ia3", "feedforward_modules": ["down_proj"]},
     "vera": {"type": "vera", "rank": 8},
     "oft": {"type": "oft", "oft_block_size": BLOCK},
+    "miss": {"type": "miss", "rank": BLOCK},
 }
 
 

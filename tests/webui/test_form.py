@@ -55,7 +55,7 @@ FITTING: dict[str, Any] = {
 
 ADAPTERS = {
     "sft": "prompt_tuning", "dpo": "full", "orpo": "ia3", "cpo": "vera", "reward": "oft", "kto": "adalora",
-    "rloo": "qlora",
+    "rloo": "qlora", "gkd": "miss",
 }  # fmt: skip
 """Kinds of adapter by method, so that all come up; LoRA for the others."""
 

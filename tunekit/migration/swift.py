@@ -18,7 +18,7 @@ from tunekit.migration.swift_plugins import Plugin, module_name, read_plugin
 from tunekit.migration.table import tool_rules, tool_table
 from tunekit.migration.vocabulary import same_template
 from tunekit.recipe.reading.parse import plain_scalar
-from tunekit.recipe.sections.adapters import AdaloraAdapter, PeftAdapter, VeraAdapter
+from tunekit.recipe.sections.adapters import AdaloraAdapter, MissAdapter, PeftAdapter, VeraAdapter
 
 _METHODS = {
     "dpo": "dpo",
@@ -90,7 +90,7 @@ def prepare_training(draft: Draft, *, default_tuner: str) -> None:
     is_by_bitsandbytes = draft.get("quant_method", "bnb") == "bnb"
     bits = draft.get("quant_bits", draft.get("quantization_bit")) if is_by_bitsandbytes else None
     keys, kinds = ("tuner_type", "train_type", "sft_type"), {"full": "full", "llamapro": "full"}
-    kinds |= {name: name for name in _TUNERS}
+    kinds |= {name: name for name in _TUNERS} | _OLD_NAMES
     if tuner in kinds and (kinds[tuner] == "full" or bits not in (4, 8)):
         draft.put("adapter.type", kinds[tuner], *keys)
     else:
@@ -237,19 +237,22 @@ def _is_file(path: str) -> bool:
     return path.endswith(_FILES) or path.startswith(("/", "./", "../")) or Path(path).exists()
 
 
-_TUNERS: dict[str, type[PeftAdapter]] = {"adalora": AdaloraAdapter, "vera": VeraAdapter}
+_TUNERS: dict[str, type[PeftAdapter]] = {"adalora": AdaloraAdapter, "vera": VeraAdapter, "miss": MissAdapter}
 """Adapters other than LoRA, whose settings ms-swift has by PEFT's names behind the name of the adapter."""
 
+_OLD_NAMES = {"bone": "miss"}
+"""Adapters that PEFT has renamed since, by ms-swift's names."""
 
-_VERA_RANK = 256
-"""The default of ms-swift."""
+_RANKS = {"vera": ("vera_rank", 256), "miss": ("reft_rank", 4)}
+"""Keys of their ranks besides LoRA's, with ms-swift's defaults."""
 
 
 def tuner_setting(draft: Draft, entry: Entry) -> Fate:
     """A setting of an adapter other than LoRA, by PEFT's name behind the tool's prefix."""
     tuner, _, name = entry.key.partition("_")
+    tuner = "miss" if tuner == "reft" else tuner
     if draft.values["adapter.type"] != tuner:
-        return Fate("silent", f"only used with tuner_type {tuner}")
+        return Fate("silent", f"only used with tuner_type {'bone' if tuner == 'miss' else tuner}")
     return draft.carry(entry, f"adapter.{name}", entry.value)
 
 
@@ -257,10 +260,10 @@ def _leave_out_lora(draft: Draft) -> None:
     """Leave out what an adapter does not read of LoRA's settings."""
     tuner = draft.values["adapter.type"]
     read = _TUNERS[tuner].model_fields
-    if tuner == "vera" and "lora_rank" in draft.fates:
+    if tuner in _RANKS and "lora_rank" in draft.fates:
         # Both ranks have one field.
         draft.fates["lora_rank"] = Fate("silent", f"not used with tuner_type {tuner}")
-        draft.values["adapter.rank"] = whole(draft.get("vera_rank", _VERA_RANK))
+        draft.values["adapter.rank"] = whole(draft.get(*_RANKS[tuner]))
     for target in [key for key in draft.values if key.startswith("adapter.") and key.split(".")[1] not in read]:
         del draft.values[target]
         draft.assumed = [assumed for assumed in draft.assumed if assumed.key != target]
@@ -295,7 +298,7 @@ def assume_defaults(draft: Draft) -> None:
         if tuner in _TUNERS:
             _leave_out_lora(draft)
             defaults = {name: value for name, value in defaults.items() if name in _TUNERS[tuner].model_fields}
-            defaults |= {"rank": _VERA_RANK} if tuner == "vera" else {}
+            defaults |= {"rank": _RANKS[tuner][1]} if tuner in _RANKS else {}
         draft.assume({f"adapter.{name}": value for name, value in defaults.items()})
     optimizers.assume_defaults(draft)
     if draft.method == "gkd":
@@ -468,8 +471,11 @@ def _mapping(draft: Draft, entry: Entry) -> Mapping[str, Any]:
 
 
 def tuner(draft: Draft, entry: Entry) -> Fate:
-    """The kind of training: new layers, or as elsewhere."""
-    return carried("adapter.type", "full") if entry.value == "llamapro" else hf.tuner(draft, entry)
+    """The kind of training: new layers, an adapter by its former name, or as elsewhere."""
+    name = _OLD_NAMES.get(entry.value)
+    if entry.value == "llamapro" or name == draft.values["adapter.type"]:
+        return carried("adapter.type", draft.values["adapter.type"])
+    return hf.tuner(draft, entry)
 
 
 def new_blocks(draft: Draft, entry: Entry) -> Fate:

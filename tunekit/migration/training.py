@@ -507,8 +507,11 @@ def first_weights(draft: Draft, entry: Entry) -> Fate:
     value = {"true": True, "false": False}.get(str(entry.value).lower(), entry.value)
     if value is True:
         return Fate("silent", "is the default")
+    kind = draft.values["adapter.type"]
+    if kind not in ("lora", "qlora"):
+        raise UnfitError(f"{value}: adapter.type={kind} starts as by PEFT's default")
     if value not in get_args(InitLoraWeights):
         raise UnfitError(f"{value}: adapter.init_lora_weights accepts {', '.join(get_args(InitLoraWeights)[1:])}")
-    if value == "loftq" and draft.values["adapter.type"] != "qlora":
+    if value == "loftq" and kind != "qlora":
         raise UnfitError("loftq: adapter.init_lora_weights supports it only for a 4-bit base, adapter.type=qlora")
     return draft.carry(entry, "adapter.init_lora_weights", value)

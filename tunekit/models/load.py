@@ -58,6 +58,7 @@ from tunekit.recipe.sections.adapters import (
     FullAdapter,
     Ia3Adapter,
     LoraAdapter,
+    MissAdapter,
     OftAdapter,
     PeftAdapter,
     PromptTuningAdapter,
@@ -937,7 +938,7 @@ def _config_by_names(adapter: PeftAdapter, model: "PreTrainedModel", task: Task,
 
     Not all kinds have PEFT's fields that narrow modules down.
     """
-    from peft import AdaLoraConfig, IA3Config, OFTConfig, VeraConfig
+    from peft import AdaLoraConfig, IA3Config, MissConfig, OFTConfig, VeraConfig
 
     names = _names_of(adapter, model)
     common: dict[str, Any] = {
@@ -958,6 +959,8 @@ def _config_by_names(adapter: PeftAdapter, model: "PreTrainedModel", task: Task,
             )
         case OftAdapter():
             return OFTConfig(**common, oft_block_size=adapter.oft_block_size, block_share=adapter.block_share)
+        case MissAdapter():
+            return MissConfig(**common, r=adapter.rank)
         case AdaloraAdapter():
             stated = _stated(trained) if trained is not None else {}
             # The schedule of a run comes with its trainer.

@@ -39,6 +39,7 @@ from tunekit.recipe.sections.adapters import (
     FullAdapter,
     Ia3Adapter,
     LoraAdapter,
+    MissAdapter,
     PeftAdapter,
     PromptTuningAdapter,
     QloraAdapter,
@@ -710,16 +711,17 @@ class Dora:
 def reads_inputs(adapter: Adapter) -> bool:
     """Return whether the gradients of what is trained need the inputs of linear layers.
 
-    Those of VeRA and (IA)3 need what comes behind frozen products, virtual tokens nothing of them.
+    Those of VeRA and (IA)3 need what comes behind frozen products, those of MiSS sums of inputs, virtual tokens nothing
+    of them.
     """
-    return not isinstance(adapter, VeraAdapter | Ia3Adapter | PromptTuningAdapter)
+    return not isinstance(adapter, VeraAdapter | Ia3Adapter | MissAdapter | PromptTuningAdapter)
 
 
 def kept_beside(model: ModelFacts, adapter: Adapter, e: int, *, casted: bool) -> int:
     """Return the bytes per token that a layer's adapters keep, besides inputs and the results of LoRA's matrices A.
 
     DoRA keeps the outputs of the base layer and of the adapter, VeRA those of both random matrices, (IA)3 what it
-    multiplies: outputs, or inputs in the type of the factors.
+    multiplies: outputs, or inputs in the type of the factors; MiSS keeps the inputs summed over its blocks.
     """
     if isinstance(adapter, FullAdapter):
         return 0
@@ -729,6 +731,8 @@ def kept_beside(model: ModelFacts, adapter: Adapter, e: int, *, casted: bool) ->
         return 2 * e * (all_outputs // num_layers) if adapter.use_dora else 0
     if isinstance(adapter, VeraAdapter):
         return e * (all_outputs + adapter.rank * len(sizes)) // num_layers
+    if isinstance(adapter, MissAdapter):
+        return e * adapter.rank * len(sizes) // num_layers
     if isinstance(adapter, Ia3Adapter):
         of_inputs = {name: inputs for name, (_, inputs) in sizes.items() if adapter.scales_input(name)}
         outputs = sum(outputs for name, (outputs, _) in sizes.items() if name not in of_inputs)
@@ -746,7 +750,9 @@ def kept_matrices(model: ModelFacts, adapter: Adapter, e: int, *, casted: bool) 
     if isinstance(adapter, FullAdapter | LoraAdapter | PromptTuningAdapter):
         return 0
     sizes = model.adapter_linears(adapter)
-    if isinstance(adapter, Ia3Adapter):
+    if isinstance(adapter, MissAdapter):
+        total = e * adapter.rank * sum(outputs for outputs, _ in sizes.values()) if casted else 0
+    elif isinstance(adapter, Ia3Adapter):
         factors = (adapter.shapes_of(name, *size)["ia3_l"] for name, size in sizes.items())
         total = 4 * sum(math.prod(shape) for shape in factors)
     elif isinstance(adapter, AdaloraAdapter):

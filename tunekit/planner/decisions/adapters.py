@@ -18,6 +18,7 @@ from tunekit.recipe.sections.adapters import (
     FullAdapter,
     Ia3Adapter,
     LoraAdapter,
+    MissAdapter,
     OftAdapter,
     PeftAdapter,
     PromptTuningAdapter,
@@ -59,11 +60,16 @@ def adapter_faults(adapter: Adapter, model: ModelFacts) -> Faults:
         if beyond:
             problem = f"adapter.trainable_token_indices: {', '.join(map(str, beyond))} of {model.vocab_size:,} tokens"
             yield problem, f"ids are 0 to {model.vocab_size - 1}"
+    if isinstance(adapter, OftAdapter | MissAdapter) and model.model_type in model_types().stored_transposed:
+        problem = f"adapter.type: {adapter.type} is unsupported by PEFT for {model.model_type} models: their weights "
+        yield f"{problem}are stored transposed", "set adapter.type=lora"
     if isinstance(adapter, OftAdapter):
-        if model.model_type in model_types().stored_transposed:
-            problem = f"adapter.type: oft is unsupported by PEFT for {model.model_type} models: their weights are "
-            yield f"{problem}stored transposed", "set adapter.type=lora"
         yield from _block_faults(model, adapter)
+    if isinstance(adapter, MissAdapter):
+        least = min((inputs for _, inputs in model.adapter_linears(adapter).values()), default=adapter.rank)
+        if adapter.rank > least:
+            problem = f"adapter.rank: {adapter.rank} exceeds the inputs of an adapted layer: {least}"
+            yield problem, f"lower it to {least} at most"
     if model.new_tokens and not isinstance(adapter, LoraAdapter):
         problem = f"adapter.type: {adapter.type} does not train the rows of the tokens that the recipe adds"
         yield problem, "set adapter.type=lora or full"

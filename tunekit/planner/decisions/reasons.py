@@ -274,6 +274,8 @@ def optimizer_reason(recipe: Recipe) -> Reason:
 
 def _times(adapter: PeftAdapter) -> str:
     """Return how the default rate of an adapter follows from that of full fine-tuning."""
+    if adapter.takes_full_rate:
+        return "that of full fine-tuning in "
     times = adapter.times_rate_of_lora
     return f"{'' if times == 1 else f'{times} times that of LoRA, '}ten times the full fine-tuning rate of "
 

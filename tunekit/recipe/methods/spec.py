@@ -239,7 +239,9 @@ class MethodSection(Section):
     def default_learning_rate(self, adapter: Adapter) -> float:
         """Return the peak learning rate of a recipe that gives none."""
         rates = self.spec.learning_rate
-        return rates.full if isinstance(adapter, FullAdapter) else adapter.times_rate_of_lora * rates.lora
+        if isinstance(adapter, FullAdapter) or adapter.takes_full_rate:
+            return rates.full
+        return adapter.times_rate_of_lora * rates.lora
 
     @property
     def reference_use(self) -> ReferenceUse:

@@ -147,6 +147,8 @@ class PeftAdapter(Section):
     """True if fused experts and routers get adapters too, by the names of their former linear layers."""
     times_rate_of_lora: ClassVar[int] = 1
     """Default learning rate as a multiple of LoRA's."""
+    takes_full_rate: ClassVar[bool] = False
+    """True if the default learning rate is that of full fine-tuning instead."""
 
     type: str
     """Kind of adapter."""
@@ -611,6 +613,27 @@ class OftAdapter(PeftAdapter):
         return f"{self.type}, {'shared ' if self.block_share else ''}blocks of {self.oft_block_size}"
 
 
+class MissAdapter(PeftAdapter):
+    """One trained matrix per linear layer, which is added to each of the blocks of its weight (arXiv 2409.15371)."""
+
+    takes_full_rate = True  # A step of AdamW moves each weight by the rate, as in full fine-tuning; PEFT's guide: 2e-5.
+
+    type: Literal["miss"] = "miss"
+    """MiSS, formerly Bone: one matrix per layer, shared by all blocks of its weight (arXiv 2409.15371)."""
+
+    rank: Annotated[int, Field(gt=0)] = 64
+    """Inputs of a block, and rows of the trained matrix."""
+
+    def shapes_of(self, name: str, outputs: int, inputs: int) -> dict[str, Shape]:
+        """Return the shape of the matrix of a layer."""
+        return {"miss_block": (self.rank, outputs)}
+
+    @property
+    def words(self) -> str:
+        """Kind and sizes as a plan states them."""
+        return f"{self.type}, rank {self.rank}"
+
+
 class AdaloraAdapter(PeftAdapter):
     """Low-rank updates among which a run distributes ranks by importance (AdaLoRA, arXiv 2303.10512)."""
 
@@ -719,6 +742,7 @@ _Any = (
     | Ia3Adapter
     | VeraAdapter
     | OftAdapter
+    | MissAdapter
     | AdaloraAdapter
     | PromptTuningAdapter
 )
@@ -726,7 +750,14 @@ Adapter = Annotated[_Any, Field(discriminator="type"), BeforeValidator(type_alon
 """What is trained, told apart by `adapter.type`. `adapter: qlora` is short for `adapter: {type: qlora}`."""
 
 AnyPeftAdapter = Annotated[
-    LoraAdapter | QloraAdapter | Ia3Adapter | VeraAdapter | OftAdapter | AdaloraAdapter | PromptTuningAdapter,
+    LoraAdapter
+    | QloraAdapter
+    | Ia3Adapter
+    | VeraAdapter
+    | OftAdapter
+    | MissAdapter
+    | AdaloraAdapter
+    | PromptTuningAdapter,
     Field(discriminator="type"),
 ]
 """The adapters among them."""
