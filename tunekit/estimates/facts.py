@@ -430,8 +430,10 @@ class PackedWeights(Facts):
 
 
 class TemplateFacts(Facts):
-    """Chat template that a recipe names, in the tokenizer of its model."""
+    """Chat template that a recipe names, or of the model's type, in the tokenizer of its model."""
 
+    of_type: str | None = None
+    """Its name where the recipe names none: models of the type come without one."""
     end: str
     """Token that ends answers."""
     replaces: str | None = None
@@ -489,7 +491,8 @@ class ModelFacts(Facts):
     """Coefficient of the routers' auxiliary loss by its config; None where its code has none."""
     has_chat_template: bool
     template: TemplateFacts | None = None
-    """The chat template that the recipe names; None where it names none, or the tokenizer is not at hand."""
+    """The chat template that the recipe names, or of the model's type; None where there is neither, or the tokenizer is
+    not at hand."""
     published_as: str | None = None
     """Quantization of the stored weights, by transformers' `quant_method`; None where they are not quantized."""
     packed: PackedWeights | None = None

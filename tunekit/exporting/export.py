@@ -306,7 +306,7 @@ def _write(
     """
     from safetensors import SafetensorError
 
-    from tunekit.models.load import copy_processor
+    from tunekit.models.load import copy_processor, copy_tekken
 
     model, tokenizer = None, tokenizer_of(found)
     beside = has_adapter_beside(kind, found)
@@ -329,6 +329,8 @@ def _write(
                     config_of(found).save_pretrained(draft)
             tokenizer.save_pretrained(draft)
             copy_processor(found.folder, found.base.revision, draft)
+            if found.run is not None or not found.base.all_tokens:
+                copy_tekken(found.folder, found.base.revision, draft, tokenizer)
     except (OSError, SafetensorError) as error:
         problem = f"the export of {found.name} could not be written to {draft.parent}: {words_of(error)}"
         raise RunError(problem, hint="free some space there, or pass a folder on another disk") from error

@@ -22,6 +22,7 @@ from tunekit.probe.model import model_folder
 from tunekit.probe.model_files import check_settings
 from tunekit.probe.new_tokens import add_new_tokens
 from tunekit.probe.origin import ADAPTER_WEIGHTS, in_folder, origin_of
+from tunekit.probe.tokenizers import stored_tokenizer
 from tunekit.recipe.load import reload_recipe
 from tunekit.recipe.methods.spec import ScoreHead
 from tunekit.recipe.sections.adapters import (
@@ -258,13 +259,9 @@ def tokenizer_of(found: Trained, folder: str | None = None) -> "PreTrainedTokeni
     Raises:
         ModelError: It cannot be loaded.
     """
-    from transformers import AutoTokenizer
-
     where, revision = (folder or found.folder), None if found.run is not None else found.base.revision
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            where, revision=revision, trust_remote_code=found.base.trust_remote_code
-        )
+        tokenizer = stored_tokenizer(where, revision=revision, trust_remote_code=found.base.trust_remote_code)
     except loading_errors() as error:
         if Path(where).is_dir() and not any(Path(where).glob("tokenizer*")):
             raise ModelError(f"{where} has no tokenizer", hint="restore its tokenizer.json") from error

@@ -50,6 +50,8 @@ from tunekit.probe.model_files import check_normalizer, check_settings
 from tunekit.probe.new_tokens import NewTokens, add_new_tokens
 from tunekit.probe.origin import ADAPTER_CONFIG, ADAPTER_WEIGHTS, origin_of
 from tunekit.probe.processors import kinds_of
+from tunekit.probe.tokenizers import TEKKEN, stored_tokenizer
+from tunekit.recipe.chat_templates import named_templates
 from tunekit.recipe.methods.spec import Judged, ScoreHead
 from tunekit.recipe.sections.adapters import (
     ALL_LINEAR,
@@ -95,12 +97,10 @@ def tokenizer_and_new(section: ModelSection) -> "tuple[PreTrainedTokenizerBase, 
     Raises:
         ModelError: As `load_tokenizer` says.
     """
-    from transformers import AutoTokenizer
-
     template, recipe_section, section = section.chat_template, section, with_tokenizer(section)
     check_settings(Path(model_folder(section)), section.path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
+        tokenizer = stored_tokenizer(
             model_folder(section), revision=section.revision, trust_remote_code=section.trust_remote_code
         )
     except loading_errors() as error:
@@ -150,7 +150,7 @@ def load_processor(
     Raises:
         ModelError: The model has none, it takes other media, or it lacks a package.
     """
-    from transformers import AutoProcessor, ProcessorMixin
+    from transformers import AutoProcessor, ProcessorMixin, VoxtralProcessor
 
     where = with_tokenizer(section)
     try:
@@ -168,6 +168,10 @@ def load_processor(
             f"model.path: the processor of {section.path!r} cannot be loaded: {_first_line(error)}",
             hint=_about_code(error) or "the folder may be incomplete",
         ) from error
+    if isinstance(processor, VoxtralProcessor):
+        from tunekit.models.voxtral import with_clips_in_texts
+
+        processor = with_clips_in_texts(processor, tokenizer, _config_below(where), section.path)
     own = kinds_of(processor) if isinstance(processor, ProcessorMixin) else ()
     missing = [kind for kind in kinds if kind not in own]
     if missing or not own:
@@ -194,6 +198,21 @@ def load_processor(
             setattr(tokenizer, name, value)
     processor.tokenizer = tokenizer
     return processor
+
+
+def _config_below(section: ModelSection) -> "PretrainedConfig":
+    """Return the configuration of a model, or of the one below an adapter.
+
+    Raises:
+        ModelError: It cannot be read.
+    """
+    origin = origin_of(section)
+    base = section if origin is None or origin.adapter is None else origin.base
+    try:
+        return read_config(base.model_copy(update={"rope_scaling": None}))
+    except loading_errors() as error:
+        problem = f"model.path: the config.json of {base.path!r} cannot be read: {_first_line(error)}"
+        raise ModelError(problem, hint="the folder may be incomplete") from error
 
 
 _NOT_SETTINGS = frozenset(
@@ -252,24 +271,41 @@ def save_processor(section: ModelSection, tokenizer: "PreTrainedTokenizerBase", 
         tokenizer: Its tokenizer.
         folder: Folder of the weights.
     """
+    where = model_folder(with_tokenizer(section))
     if all(dict(section)[name] is None for name in PROCESSORS):
-        copy_processor(model_folder(with_tokenizer(section)), section.revision, folder)
+        copy_processor(where, section.revision, folder)
     else:
         load_processor(section, tokenizer).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    if not section.all_tokens:
+        copy_tekken(where, section.revision, folder, tokenizer)
 
 
-def copy_processor(path: str, revision: str | None, folder: Path) -> None:
+def copy_tekken(path: str, revision: str | None, folder: Path, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Copy the tokenizer in Mistral's own format, by which Voxtral's processor reads chats; with that format alone.
+
+    Args:
+        path: Folder of the model, or its hub name.
+        revision: Its revision there.
+        folder: Where it goes.
+        tokenizer: Tokenizer of the model, with no tokens but those of the file.
+    """
+    if any(template.types and template.text() == tokenizer.chat_template for template in named_templates().values()):
+        copy_processor(path, revision, folder, files=(TEKKEN,))
+
+
+def copy_processor(path: str, revision: str | None, folder: Path, *, files: Sequence[str] = PROCESSOR_FILES) -> None:
     """Copy the files of a processor, where there is one.
 
     Args:
         path: Folder of the model, or its hub name.
         revision: Its revision there.
         folder: Where they go.
+        files: Their names.
     """
     from huggingface_hub import try_to_load_from_cache
 
-    for file in PROCESSOR_FILES:
+    for file in files:
         stored: Any = Path(path) / file
         if not Path(path).is_dir():
             stored = try_to_load_from_cache(path, file, revision=revision)

@@ -175,14 +175,14 @@ def take_texts(tokenizer: "PreTrainedTokenizerBase") -> None:
     Without, it writes each text as nothing, and a model would learn to answer questions that it never saw.
     """
     template = tokenizer.chat_template
-    if not isinstance(template, str) or _PROBE in _written(tokenizer, _PROBE):
+    if not isinstance(template, str) or _PROBE in written(tokenizer, _PROBE):
         return
-    if _PROBE in _written(tokenizer, [{"type": "text", "text": _PROBE}]):
+    if _PROBE in written(tokenizer, [{"type": "text", "text": _PROBE}]):
         tokenizer.chat_template = _TEXTS_AS_PARTS + template
 
 
-def _written(tokenizer: "PreTrainedTokenizerBase", content: Any) -> str:
-    """Text that a template writes of a message; empty where it refuses it."""
+def written(tokenizer: "PreTrainedTokenizerBase", content: Any) -> str:
+    """Return the text that a template writes of a message of a user; empty where it refuses it."""
     from jinja2 import TemplateError
 
     with template_in_time("a first conversation"):

@@ -52,7 +52,8 @@ from tunekit.probe.model_files import (
 )
 from tunekit.probe.new_tokens import add_new_tokens
 from tunekit.probe.origin import origin_of, refuse_others_code
-from tunekit.recipe.chat_templates import missing_tokens, named_template
+from tunekit.probe.tokenizers import TEKKEN_TOKENS, stored_tokenizer
+from tunekit.recipe.chat_templates import NamedTemplate, missing_tokens, named_template, template_of_type
 from tunekit.recipe.sections.model import ModelSection
 
 if TYPE_CHECKING:
@@ -85,14 +86,15 @@ def probe_model(model: ModelSection) -> ModelFacts:
 
 
 def _with_tokenizer(facts: ModelFacts, section: ModelSection) -> ModelFacts:
-    """Facts of a model with the tokens that its section adds, and with the chat template that it names.
+    """Facts of a model with the tokens that its section adds, and with the chat template that is known by name.
 
     Where the tokenizer is not at hand, all tokens have new rows.
 
     Raises:
         ModelError: The tokenizer lacks the token that ends answers by the template.
     """
-    template = named_template(section.chat_template)
+    of_type = _template_of_type(section)
+    template = named_template(section.chat_template) or of_type
     if not section.all_tokens and template is None:
         return facts
     tokenizer = _tokenizer_at_hand(section)
@@ -107,18 +109,31 @@ def _with_tokenizer(facts: ModelFacts, section: ModelSection) -> ModelFacts:
     end = str(tokenizer.eos_token)
     replaces = before if isinstance(before, str) and before != end else None
     as_text = tuple(missing_tokens(template, tokenizer.get_vocab()))
-    return facts.model_copy(update={"template": TemplateFacts(end=end, replaces=replaces, as_text=as_text)})
+    name = None if of_type is None else of_type.name
+    described = TemplateFacts(of_type=name, end=end, replaces=replaces, as_text=as_text)
+    return facts.model_copy(update={"template": described})
+
+
+def _template_of_type(section: ModelSection) -> NamedTemplate | None:
+    """Return the chat template of models of a type that come without one; None for other models."""
+    if section.chat_template is not None:
+        return None
+    where = with_tokenizer(section)
+    template, folder = template_of_type((stored_config(where) or {}).get("model_type")), _files_at_hand(where)
+    return None if folder is not None and _has_chat_template(folder) else template
+
+
+def _files_at_hand(section: ModelSection) -> Path | None:
+    """Return the folder with the small files of a model; None where they were not fetched yet."""
+    local = Path(model_folder(section))
+    return local if local.is_dir() else fetched_folder(section)
 
 
 def _tokenizer_at_hand(section: ModelSection) -> "PreTrainedTokenizerBase | None":
     """Return the tokenizer of a model as it is stored; None where it cannot be loaded."""
-    from transformers import AutoTokenizer
-
     where = with_tokenizer(section)
     try:
-        return AutoTokenizer.from_pretrained(
-            model_folder(where), revision=where.revision, trust_remote_code=where.trust_remote_code
-        )
+        return stored_tokenizer(model_folder(where), revision=where.revision, trust_remote_code=where.trust_remote_code)
     except loading_errors():
         return None
 
@@ -158,8 +173,9 @@ def chat_template_of(model: ModelSection) -> Template | None:
     Nothing is fetched and nothing heavy is loaded: these are small files beside the weights.
     """
     section = with_tokenizer(model)
-    local = Path(model_folder(section))
-    folder = local if local.is_dir() else fetched_folder(section)
+    folder, of_type = _files_at_hand(section), _template_of_type(model)
+    if of_type is not None:
+        return Template(of_type.text(), TEKKEN_TOKENS | (model.special_tokens.by_role if model.special_tokens else {}))
     if folder is None or not (folder / "tokenizer_config.json").is_file():
         return None
     config = read_settings(folder, "tokenizer_config.json", model.path)
@@ -232,8 +248,7 @@ def _sketch(model: ModelSection) -> ModelFacts:
 
 def stored_config(section: ModelSection) -> Mapping[str, Any] | None:
     """Return the config.json of a model: of its folder, of what was fetched of it, or of tunekit's own table."""
-    local = Path(model_folder(section))
-    folder = local if local.is_dir() else fetched_folder(section)
+    folder = _files_at_hand(section)
     if folder is not None and (folder / "config.json").is_file():
         return _read_config(folder, section.path)
     entry = known_models().get(section.path)

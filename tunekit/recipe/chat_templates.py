@@ -32,6 +32,8 @@ class NamedTemplate(NamedTuple):
     """Other tokens that it writes."""
     tools: bool = False
     """True if it has calls of tools."""
+    types: tuple[str, ...] = ()
+    """Types of models, by transformers' names, that take it where they come without a chat template."""
     trl: str | None = None
     """Name of TRL's file with the template; None for one of tunekit's."""
     template: str = ""
@@ -63,12 +65,21 @@ class NamedTemplate(NamedTuple):
 def named_templates() -> dict[str, NamedTemplate]:
     """Return the templates by name."""
     rows = read_table(Path(__file__).with_name("chat_templates.yaml"))
-    return {name: NamedTemplate(name, **{**row, "tokens": tuple(row.get("tokens", ()))}) for name, row in rows.items()}
+    lists = ("tokens", "types")
+    return {
+        name: NamedTemplate(name, **{**row, **{key: tuple(row.get(key, ())) for key in lists}})
+        for name, row in rows.items()
+    }
 
 
 def named_template(template: str | None) -> NamedTemplate | None:
     """Return the template that `model.chat_template` names; None where it is a file, or not set."""
     return None if template is None else named_templates().get(template)
+
+
+def template_of_type(model_type: str | None) -> NamedTemplate | None:
+    """Return the template of models of a type that come without one; None where there is none for the type."""
+    return next((template for template in named_templates().values() if model_type in template.types), None)
 
 
 def is_unknown(template: str) -> bool:

@@ -433,14 +433,18 @@ def _token_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
 
 
 def _template_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
-    """Yield the reason for a chat template that the recipe names, with the token that ends its answers."""
-    template, facts = named_template(recipe.model.chat_template), model.template
+    """Yield the reason for a chat template of known name, with the token that ends its answers."""
+    facts, name = model.template, recipe.model.chat_template
+    if name is None and facts is not None:
+        name = facts.of_type
+    template = named_template(name)
     if template is None:
         return
     if facts is None:
         why = "the tokenizer is not at hand: the run checks that it has the template's tokens"
     elif facts.replaces is None:
         why = f"answers end with {facts.end}, the tokenizer's end token"
+        why += "; the model comes without a chat template" if facts.of_type else ""
     else:
         why = f"answers end with {facts.end}, the end token in place of {facts.replaces}"
     if facts is not None and facts.as_text:
