@@ -65,8 +65,8 @@ def finish(draft: Draft) -> None:
     """Record Axolotl's defaults for what the file does not set, and what looks wrong."""
     draft.assume({"data.max_length": 512})
     rows.note_untrained_roles(draft)
-    if draft.has_images:
-        _note_images(draft)
+    if draft.has_images or draft.has_audio:
+        _note_media(draft, "images" if draft.has_images else "audio")
     elif not all(kind == "text" for kind in hf.source_formats(draft)):
         hf.drops_too_long(draft, "excess_length_strategy", "drop")
     if "text" in hf.source_formats(draft) and draft.get("pretraining_dataset") is None:
@@ -106,16 +106,20 @@ def finish(draft: Draft) -> None:
         draft.suspect("load_in_4bit", words)
 
 
-def _note_images(draft: Draft) -> None:
-    """Note what Axolotl does otherwise with rows that have images."""
+def _note_media(draft: Draft, media: str) -> None:
+    """Note what Axolotl does otherwise with rows that have images or audio."""
     images.paths_from_here(draft)
     images.note_towers(draft)
     if draft.get("excess_length_strategy") is None:
-        words = "Axolotl neither truncates nor drops rows with images; tunekit drops those longer than data.max_length"
+        words = (
+            f"Axolotl neither truncates nor drops rows with {media}; tunekit drops those longer than data.max_length"
+        )
         draft.differ("excess_length_strategy", None, words)
     if not draft.get("train_on_inputs"):
-        words = "with images, Axolotl masks user turns only for some models; tunekit masks them for all"
+        words = f"with {media}, Axolotl masks user turns only for some models; tunekit masks them for all"
         draft.differ("train_on_inputs", False, words)
+    if media == "audio":
+        return
     words = "Axolotl puts the first image of a column after the first question; tunekit puts all before it"
     draft.differ("datasets", "images", f"if texts have no image marks, {words}")
 

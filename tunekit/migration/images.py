@@ -31,7 +31,9 @@ _HEARS = re.compile(
 )
 """Words in the names of models that read or write audio."""
 
-_TRAINED_ON_AUDIO = re.compile(r"qwen2-audio|audio-?flamingo-?3|granite-speech|glm-asr", re.IGNORECASE)
+_TRAINED_ON_AUDIO = re.compile(
+    r"qwen2-audio|audio-?flamingo-?3|granite-speech|glm-asr|voxtral(?!.*(?:realtime|tts))", re.IGNORECASE
+)
 """Names of those among them whose rows with audio tunekit trains on."""
 
 _IN_LANGUAGE_MODEL = re.compile(r"language_model|text_model")
@@ -110,14 +112,14 @@ def refuse_audio(draft: Draft) -> None:
     """
     model, processor = _model(draft), str(draft.get("processor_type", ""))
     is_of_audio = _HEARS.search(_last_name(model)) is not None and _TRAINED_ON_AUDIO.search(_last_name(model)) is None
-    if is_of_audio or processor.startswith("Voxtral"):
+    if is_of_audio or processor.startswith("VoxtralRealtime"):
         key = next((key for key in draft.origins.get("model.path", []) if draft.line_of(key)), "")
         line = draft.line_of(key)
         where = f"{draft.original.path}:{line}" if line else draft.original.path
         problem = f"{where}: the model {model} processes audio, which is not migrated"
         raise RecipeError(
             problem,
-            hint="audio migrates for Qwen2-Audio, Audio Flamingo 3, Granite Speech and GLM-ASR",
+            hint="audio migrates for Qwen2-Audio, Audio Flamingo 3, Granite Speech, GLM-ASR and Voxtral",
         )
 
 
@@ -172,13 +174,14 @@ def _reads_text_alone(draft: Draft) -> bool:
 
 
 def paths_from_here(draft: Draft) -> None:
-    """Let relative paths of images start in the working directory, where the tool looks for them."""
+    """Let relative paths of media start in the working directory, where the tool looks for them."""
     sources = draft.values.get("data.train")
     sources = sources if isinstance(sources, list) else [sources]
     paths = [str(source["path"] if isinstance(source, dict) else source) for source in sources]
     is_elsewhere = any(Path(path).suffix and Path(path).parent != Path() for path in paths)
-    if is_elsewhere and (draft.has_images or named_for_images(draft)):
-        words = f"{draft.tool} looks for relative paths of images in the working directory"
+    if is_elsewhere and (draft.has_images or draft.has_audio or named_for_images(draft)):
+        media = "audio" if draft.has_audio and not draft.has_images else "images"
+        words = f"{draft.tool} looks for relative paths of {media} in the working directory"
         draft.assume({"data.image_folder": "."}, words)
 
 
@@ -310,7 +313,10 @@ def folder(draft: Draft, entry: Entry) -> Fate:
 
 
 def processor_type(draft: Draft, entry: Entry) -> Fate:
-    """The class of processor, with which Axolotl reads images."""
+    """The class of processor, with which Axolotl reads images and audio."""
+    if str(entry.value).startswith("Voxtral"):
+        draft.has_audio = True
+        return Fate("decided", "the model's own processor is loaded for rows with audio")
     draft.has_images = True
     return Fate("decided", "the model's own processor is loaded for rows with images")
 
@@ -415,6 +421,11 @@ def _adapts_language_model(draft: Draft) -> bool:
 def note_towers(draft: Draft) -> None:
     """Note that Axolotl trains towers and projectors as it does the language model, unless it is told not to."""
     if draft.get("freeze_mm_modules") is True or _adapts_language_model(draft):
+        return
+    if draft.has_audio:
+        if draft.get("unfrozen_parameters") is None:
+            words = "Axolotl trains the audio tower and the projector too; tunekit freezes them for rows with audio"
+            draft.differ("freeze_mm_modules", False, words)
         return
     if draft.has_adapter and draft.get("lora_target_linear") and not draft.get("lora_target_modules"):
         _train(draft, "lora", "lora_target_linear adapts the vision tower and the projector too")
