@@ -162,14 +162,15 @@ def templates_page() -> str:
         "# Chat templates\n",
         "`model.chat_template` takes these names: [choosing one](../guides/data.md#choosing-a-chat-template).",
         "The token at the end of answers becomes the tokenizer's end token; where none is named, answers end with the",
-        "tokenizer's own.\n",
-        "| name | end of answers | calls of tools | source |",
-        "|:--|:--|:--|:--|",
+        "tokenizer's own. Models of some types come without a template, and one is taken automatically.\n",
+        "| name | end of answers | calls of tools | taken by models of type | source |",
+        "|:--|:--|:--|:--|:--|",
     ]
     for name, template in named_templates().items():
         end = "" if template.end is None else f"`{template.end}`"
         source = template.source.removeprefix("https://")
-        lines.append(f"| `{name}` | {end} | {'yes' if template.tools else ''} | [{source}]({template.source}) |")
+        tools, types = "yes" if template.tools else "", ", ".join(f"`{kind}`" for kind in template.types)
+        lines.append(f"| `{name}` | {end} | {tools} | {types} | [{source}]({template.source}) |")
     return "\n".join(lines) + "\n"
 
 

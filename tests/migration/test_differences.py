@@ -304,6 +304,37 @@ def test_no_recipe_of_text_is_made_of_a_configuration_of_audio(config, more) -> 
     assert str(caught.value).startswith("config.yaml:1: the model ")
 
 
+VOXTRAL = {
+    "base_model": "mistralai/Voxtral-Mini-3B-2507", "tokenizer_use_mistral_common": True, "sequence_len": 2048,
+    "load_in_4bit": True, "adapter": "qlora", "lora_r": 32, "micro_batch_size": 2,
+    "lora_target_modules": r"language_model.model.layers.[\d]+.(mlp|self_attn).(up|down|gate|q|k|v|o)_proj",
+}  # fmt: skip
+
+
+def test_a_configuration_of_voxtral_comes_over_for_chats_and_for_audio() -> None:
+    text = made(VOXTRAL, datasets=[CHAT], sample_packing=True)
+    assert text.is_whole and text.recipe.data.packing
+    modules = r"model.language_model.layers.[\d]+.(mlp|self_attn).(up|down|gate|q|k|v|o)_proj"
+    assert text.recipe.adapter.target_modules == modules
+    assert not text.different
+    processor = {"processor_type": "VoxtralProcessor", "skip_prepare_dataset": True, "sample_packing": False}
+    audio = made(VOXTRAL, datasets=[CHAT], **processor)
+    assert audio.is_whole and audio.recipe.adapter.target_modules == modules
+    words = {line.key: line.words for line in audio.unsaid}
+    assert words["train_on_inputs"].startswith("with audio, Axolotl masks user turns only for some models")
+    assert words["excess_length_strategy"].startswith("Axolotl neither truncates nor drops rows with audio")
+    assert not any("image" in said for said in words.values())
+    (line,) = [line for line in audio.lines if line.key == "processor_type"]
+    assert line.words == "the model's own processor is loaded for rows with audio"
+
+
+def test_axolotl_trains_the_tower_of_voxtral_that_tunekit_freezes() -> None:
+    processor = {"processor_type": "VoxtralProcessor", "lora_target_modules": ["q_proj"], "adapter": "lora"}
+    report = made(VOXTRAL, datasets=[CHAT], **processor, load_in_4bit=False)
+    (line,) = [line for line in report.unsaid if line.key == "freeze_mm_modules"]
+    assert line.words.startswith("Axolotl trains the audio tower and the projector too; tunekit freezes them")
+
+
 def save_info(**columns) -> None:
     Path("data").mkdir()
     info = {"cats": {"file_name": "cats.json", "columns": {"messages": "messages", **columns}}}

@@ -301,6 +301,16 @@ def test_other_methods_and_towers_are_refused_as_for_other_models_that_hear(save
         tunekit.plan(recipe(saved, tmp_path, adapter={"type": "full", "projector": "full"}))
 
 
+@pytest.mark.slow
+def test_qlora_begins_near_the_loss_of_the_model(saved, tmp_path):
+    from transformers import AutoModelForMultimodalLM
+
+    run = tunekit.train(recipe(saved, tmp_path, adapter="qlora"))
+    with torch.no_grad():
+        loss = loss_of(AutoModelForMultimodalLM.from_pretrained(saved / "model"), None, saved).item()
+    assert run.metrics()["loss"].iloc[0] == pytest.approx(loss, rel=0.05)
+
+
 @pytest.fixture(scope="module")
 def trained(saved, tmp_path_factory):
     """A run on clips, and its merged model."""
@@ -348,10 +358,17 @@ def test_chats_ask_in_the_format_with_their_clips(saved, trained):
 
 @pytest.mark.slow
 def test_a_run_starts_from_the_result_of_another_one(saved, trained, tmp_path):
+    from transformers import AutoModelForMultimodalLM
+
     run, _ = trained
     wanted = recipe(saved, tmp_path, adapter="lora")
     after = tunekit.train({**wanted, "model": str(run.model_path)})
     assert (after.model_path / "tekken.json").is_file()
+    whole = tunekit.train(recipe(saved, tmp_path / "whole"))
+    after = tunekit.train({**recipe(saved, tmp_path / "after", adapter="lora"), "model": str(whole.model_path)})
+    with torch.no_grad():
+        loss = loss_of(AutoModelForMultimodalLM.from_pretrained(whole.model_path), None, saved).item()
+    assert after.metrics()["loss"].iloc[0] == pytest.approx(loss, rel=1e-5)
     added = recipe(saved, tmp_path / "added", adapter="lora")
     added["model"] = {"path": str(saved / "model"), "add_special_tokens": ["<note>"]}
     assert not (tunekit.train(added).model_path / "tekken.json").exists()

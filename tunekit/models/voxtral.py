@@ -41,6 +41,11 @@ class VoxtralProcessor(_VoxtralProcessor):  # type: ignore[misc]
         super().__init__(feature_extractor, tokenizer)
         self.chunk_tokens = chunk_tokens
 
+    def _merge_kwargs(self, *classes: Any, tokenizer_init_kwargs: Any = None, **options: Any) -> dict[str, Any]:
+        """Return the arguments of each part, without those that a tokenizer was saved with, such as its padding."""
+        merged: dict[str, Any] = super()._merge_kwargs(*classes, **options)
+        return merged
+
     def _process_audio(
         self, audio: "Sequence[np.ndarray]", max_source_positions: int, **options: Any
     ) -> "tuple[BatchFeature, list[str]]":
