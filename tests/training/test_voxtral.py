@@ -3,6 +3,7 @@
 import base64
 import json
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tunekit.data.media.expand import MediaTokens, features_of
 from tunekit.data.media.kinds import media_of
 from tunekit.data.prepare import prepare_data
 from tunekit.data.sources.load import load_data
+from tunekit.data.tokenization.fast_bpe import word_encoder
 from tunekit.errors import DataError, ModelError, PlanError
 from tunekit.inference.conversations import inputs_of
 from tunekit.inference.inference_model import find_trained, load
@@ -285,6 +287,37 @@ def test_the_tokens_of_a_text_are_those_of_mistral_common(text, saved):
     for role in ("bos", "eos", "pad", "unk"):
         assert getattr(tokenizer, f"{role}_token_id") == getattr(own, f"{role}_token_id")
     assert len(tokenizer) == len(own)
+
+
+@needs_mistral_common
+@pytest.mark.slow
+def test_a_whole_vocabulary_has_the_tokens_of_mistral_common(saved, tmp_path):
+    import mistral_common
+    from transformers import MistralCommonBackend
+
+    from tests.voxtral import SPECIAL
+
+    content = json.loads((Path(mistral_common.__file__).parent / "data" / "tekken_240911.json").read_text())
+    content["config"]["version"] = "v7"
+    num_special = content["config"]["default_num_special_tokens"]
+    content["special_tokens"] = [
+        {"rank": rank, "token_str": SPECIAL.get(rank, f"<SPECIAL_{rank}>"), "is_control": True}
+        for rank in range(num_special)
+    ]
+    (tmp_path / "tekken.json").write_text(json.dumps(content))
+    (tmp_path / "config.json").write_bytes((saved / "model" / "config.json").read_bytes())
+    own = MistralCommonBackend.from_pretrained(tmp_path)
+    tokenizer = load_tokenizer(ModelSection(path=str(tmp_path)))
+    words = word_encoder(tokenizer)
+    root = Path(__file__).parents[2]
+    texts = [file.read_text() for file in (*root.glob("docs/guides/*.md"), *root.glob("webui/locales/zh/*.yaml"))]
+    pieces = [text[start : start + 500] for text in texts for start in range(0, len(text), 500)]
+    pieces = [piece for piece in pieces if not any(mark in piece for mark in SPECIAL.values())]
+    assert len(pieces) > 300
+    for piece in pieces:
+        ids = own(piece, add_special_tokens=False)["input_ids"]
+        assert tokenizer(piece, add_special_tokens=False)["input_ids"] == ids
+        assert list(words.encode(piece)) == ids
 
 
 def test_a_template_that_begins_clips_itself_is_refused(saved, tmp_path):

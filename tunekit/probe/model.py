@@ -93,7 +93,7 @@ def _with_tokenizer(facts: ModelFacts, section: ModelSection) -> ModelFacts:
     Raises:
         ModelError: The tokenizer lacks the token that ends answers by the template.
     """
-    of_type = _template_of_type(section)
+    of_type = default_template(section)
     template = named_template(section.chat_template) or of_type
     if not section.all_tokens and template is None:
         return facts
@@ -114,7 +114,7 @@ def _with_tokenizer(facts: ModelFacts, section: ModelSection) -> ModelFacts:
     return facts.model_copy(update={"template": described})
 
 
-def _template_of_type(section: ModelSection) -> NamedTemplate | None:
+def default_template(section: ModelSection) -> NamedTemplate | None:
     """Return the chat template of models of a type that come without one; None for other models."""
     if section.chat_template is not None:
         return None
@@ -173,7 +173,7 @@ def chat_template_of(model: ModelSection) -> Template | None:
     Nothing is fetched and nothing heavy is loaded: these are small files beside the weights.
     """
     section = with_tokenizer(model)
-    folder, of_type = _files_at_hand(section), _template_of_type(model)
+    folder, of_type = _files_at_hand(section), default_template(model)
     if of_type is not None:
         return Template(of_type.text(), TEKKEN_TOKENS | (model.special_tokens.by_role if model.special_tokens else {}))
     if folder is None or not (folder / "tokenizer_config.json").is_file():

@@ -1,9 +1,9 @@
 """Tokenizers as they are stored, those in Mistral's own format among them.
 
 Some of Mistral's models, such as Voxtral, have one file of their own, `tekken.json`, in place of transformers' files.
-Where the package mistral-common is installed, transformers reads it by that package, and its own way otherwise. Of the
-former kind a tokenizer has no chat template and reports no characters of its tokens. So tunekit reads the file in
-transformers' own way, whatever is installed: the tokens are the same, and so is what is trained on.
+Transformers reads it by mistral-common where that package is installed, and by its own code otherwise. By the package
+a tokenizer has no chat template and does not report the characters of its tokens. So tunekit always has transformers'
+own code read the file: the tokens are the same, and so is what is trained on, whatever is installed.
 """
 
 from pathlib import Path

@@ -106,10 +106,13 @@ def missing_tokens(template: NamedTemplate, vocabulary: Collection[str]) -> list
 
 
 def fitting(vocabulary: Collection[str]) -> list[str]:
-    """Return the names of templates whose markers are tokens of a tokenizer; those with most markers first."""
+    """Return the names of templates whose markers are tokens of a tokenizer; those with most markers first.
+
+    Those that models of a type take automatically are left out: they are for these models.
+    """
     fits = [
         template
         for template in named_templates().values()
-        if template.tokens and not missing_tokens(template, vocabulary)
+        if template.tokens and not template.types and not missing_tokens(template, vocabulary)
     ]
     return [template.name for template in sorted(fits, key=lambda template: -len(template.markers))][:_NUM_FITTING]

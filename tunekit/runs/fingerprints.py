@@ -36,7 +36,7 @@ from tunekit.errors import DataError, ModelError, PlanError, RunError, TunekitEr
 from tunekit.estimates.facts import Facts, Origin, contradictions, taken_over
 from tunekit.files import SHIPPED_MODELS
 from tunekit.probe.host import num_cores
-from tunekit.probe.model import TOKENIZER_FILES, fetched_folder, model_folder, with_tokenizer
+from tunekit.probe.model import TOKENIZER_FILES, default_template, fetched_folder, model_folder, with_tokenizer
 from tunekit.probe.origin import ADAPTER_CONFIG, COMMIT, check_code, code_of, is_folder, is_result, origin_of
 from tunekit.recipe import load
 from tunekit.recipe.chat_templates import named_template
@@ -177,8 +177,11 @@ def _found(run: Run) -> Iterator[Fingerprint]:
 
 
 def _of_template(recipe: Recipe) -> Iterator[Fingerprint]:
-    """Yield the chat template that the recipe names, by its text."""
+    """Yield the chat template that the recipe names, or that of the model's type, by its text."""
     template = named_template(recipe.model.chat_template)
+    # A config.json that is broken is reported by its own fingerprint.
+    with contextlib.suppress(ModelError):
+        template = template or default_template(recipe.model)
     if template is not None:
         digest = hashlib.sha256(template.text().encode()).hexdigest()
         yield Fingerprint(what="chat template", path=template.name, digest=f"text {digest}")
