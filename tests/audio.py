@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from tests.omni import qwen2_5_omni
 from tests.vision import COLOURS, byte_tokenizer, text_config, with_random_weights
 
 TOWER: dict[str, Any] = {
@@ -246,7 +247,7 @@ if find_spec("torchaudio") is not None:
 if find_spec("timm") is not None:
     FAMILIES["gemma3n"] = _gemma3n
 if find_spec("torchvision") is not None:
-    FAMILIES["gemma4"] = _gemma4
+    FAMILIES |= {"gemma4": _gemma4, "qwen2_5_omni": qwen2_5_omni}
 
 
 def auto_class(config: Any) -> Any:

@@ -10,6 +10,7 @@ from tests.vision import tiny_vision_model
 MARKS = {
     "qwen2_vl": "<|vision_start|><|video_pad|><|vision_end|>",
     "qwen2_5_vl": "<|vision_start|><|video_pad|><|vision_end|>",
+    "qwen2_5_omni": "<|vision_bos|><|VIDEO|><|vision_eos|>",
     "qwen3_vl": "<|vision_start|><|video_pad|><|vision_end|>",
     "qwen3_5": "<|vision_start|><|video_pad|><|vision_end|>",
     "internvl": "<video>",
@@ -27,9 +28,11 @@ SIZES = ((64, 48, 6, 2), (48, 64, 9, 4), (64, 64, 5, 2))
 def save_tiny_video_model(folder: Path, family: str) -> Path:
     """Save a tiny model of a family, whose chat template writes videos too, and return its folder."""
     model, processor = tiny_vision_model(family)
-    with_videos = "{% if part['type'] == 'video' %}" + MARKS[family] + "{% elif part['type'] != 'text' %}"
-    template = processor.chat_template.replace("{% if part['type'] != 'text' %}", with_videos)
-    assert template != processor.chat_template
+    template = processor.chat_template
+    if MARKS[family] not in template:
+        with_videos = "{% if part['type'] == 'video' %}" + MARKS[family] + "{% elif part['type'] != 'text' %}"
+        template = template.replace("{% if part['type'] != 'text' %}", with_videos)
+        assert template != processor.chat_template
     processor.chat_template = processor.tokenizer.chat_template = template
     model.save_pretrained(folder)
     processor.save_pretrained(folder)

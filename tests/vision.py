@@ -227,7 +227,7 @@ def _qwen_processor(cls: Any, video: Any, **settings: Any) -> Any:
     """Return a processor of Qwen-VL's kind: its class, the class of its videos, and settings of its images."""
     import transformers as t
 
-    pixels, tokenizer = _QWEN_PIXELS | settings, _qwen_tokenizer()
+    pixels, tokenizer = QWEN_PIXELS | settings, _qwen_tokenizer()
     return cls(t.Qwen2VLImageProcessor(**pixels), tokenizer, video(**pixels), chat_template=tokenizer.chat_template)
 
 
@@ -238,7 +238,7 @@ def _qwen2_vl() -> tuple[Any, Any]:
     tokenizer = processor.tokenizer
     config = t.Qwen2VLConfig(
         vision_config={"embed_dim": 16, "hidden_size": 32, "depth": 2, "num_heads": 2, "mlp_ratio": 2},
-        text_config=text_config(tokenizer, rope_parameters=_QWEN_ROPE),
+        text_config=text_config(tokenizer, rope_parameters=QWEN_ROPE),
         **_qwen_ids(processor),
     )
     return config, processor
@@ -250,7 +250,7 @@ def _qwen3_5() -> tuple[Any, Any]:
     processor = _qwen_processor(t.Qwen3VLProcessor, t.Qwen3VLVideoProcessor, patch_size=16)
     tokenizer = processor.tokenizer
     linear = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2}
-    rope = _QWEN_ROPE | {"mrope_interleaved": True, "partial_rotary_factor": 1.0}
+    rope = QWEN_ROPE | {"mrope_interleaved": True, "partial_rotary_factor": 1.0}
     config = t.Qwen3_5Config(
         vision_config={
             **{"hidden_size": 16, "intermediate_size": 24, "depth": 2, "num_heads": 2, "out_hidden_size": 32},
@@ -276,7 +276,7 @@ def _qwen2_5_vl() -> tuple[Any, Any]:
     tower = {"hidden_size": 16, "intermediate_size": 24, "depth": 2, "num_heads": 2, "out_hidden_size": 32}
     config = t.Qwen2_5_VLConfig(
         vision_config=tower | {"window_size": 56, "fullatt_block_indexes": [1]},
-        text_config=text_config(tokenizer, rope_parameters=_QWEN_ROPE, num_key_value_heads=2),
+        text_config=text_config(tokenizer, rope_parameters=QWEN_ROPE, num_key_value_heads=2),
         **_qwen_ids(processor),
     )
     return config, processor
@@ -290,14 +290,14 @@ def _qwen3_vl() -> tuple[Any, Any]:
     tower = {"hidden_size": 16, "intermediate_size": 24, "depth": 2, "num_heads": 2, "out_hidden_size": 32}
     config = t.Qwen3VLConfig(
         vision_config=tower | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
-        text_config=text_config(tokenizer, rope_parameters=_QWEN_ROPE | {"mrope_interleaved": True}),
+        text_config=text_config(tokenizer, rope_parameters=QWEN_ROPE | {"mrope_interleaved": True}),
         **_qwen_ids(processor),
     )
     return config, processor
 
 
-_QWEN_PIXELS: dict[str, Any] = {"patch_size": 14, "merge_size": 2, "min_pixels": 56 * 56, "max_pixels": 4 * 56 * 56}
-_QWEN_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+QWEN_PIXELS: dict[str, Any] = {"patch_size": 14, "merge_size": 2, "min_pixels": 56 * 56, "max_pixels": 4 * 56 * 56}
+QWEN_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 
 
 def _qwen_tokenizer() -> Any:
@@ -381,7 +381,7 @@ def _glm4v() -> tuple[Any, Any]:
     ids = dict(zip(names, tokenizer.convert_tokens_to_ids(list(names)), strict=True))
     config = t.Glm4vConfig(
         vision_config={"hidden_size": 16, "intermediate_size": 24, "depth": 2, "num_heads": 2, "out_hidden_size": 32},
-        text_config=text_config(tokenizer, rope_parameters=_QWEN_ROPE),
+        text_config=text_config(tokenizer, rope_parameters=QWEN_ROPE),
         image_token_id=ids["<|image|>"],
         video_token_id=ids["<|video|>"],
         image_start_token_id=ids["<|begin_of_image|>"],
@@ -390,6 +390,12 @@ def _glm4v() -> tuple[Any, Any]:
         video_end_token_id=ids["<|end_of_video|>"],
     )
     return config, processor
+
+
+def _qwen2_5_omni() -> tuple[Any, Any]:
+    from tests.omni import qwen2_5_omni
+
+    return qwen2_5_omni()
 
 
 FAMILIES: dict[str, Callable[[], tuple[Any, Any]]] = {
@@ -406,6 +412,7 @@ if find_spec("torchvision") is not None:
         "qwen2_5_vl": _qwen2_5_vl,
         "qwen3_vl": _qwen3_vl,
         "qwen2_vl": _qwen2_vl,
+        "qwen2_5_omni": _qwen2_5_omni,
         "qwen3_5": _qwen3_5,
         "mistral3": _mistral3,
         "internvl": _internvl,

@@ -291,7 +291,7 @@ def test_a_configuration_is_the_same_where_a_field_makes_the_same_of_all_that_di
 
 AUDIO = [
     (SWIFT, {"model": "Qwen/Qwen3-TTS-12Hz-1.7B-Base"}),
-    (SWIFT, {"model": "Qwen/Qwen2.5-Omni-7B"}),
+    (SWIFT, {"model": "Qwen/Qwen3-Omni-30B-A3B-Instruct"}),
     (AXOLOTL, {"datasets": [CHAT], "base_model": "mistralai/Voxtral-Mini-4B-Realtime-2602"}),
     (TRL, {"model_name_or_path": "openai/whisper-large-v3"}),
 ]

@@ -23,7 +23,7 @@ from tunekit.inference.conversations import inputs_of
 from tunekit.inference.inference_model import find_trained, load
 from tunekit.runs.run import Run
 
-PACKED = ("gemma4", "qwen2_audio")
+PACKED = ("gemma4", "qwen2_5_omni", "qwen2_audio")
 """Families whose rows can be packed."""
 BY_ONE = ("gemma3n", "granite_speech")
 """Families whose code does not leave out the padding of clips beside longer ones."""
@@ -79,12 +79,12 @@ def test_packed_rows_have_the_loss_and_the_gradients_of_plain_transformers_on_ea
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("gemma4" not in FAMILIES, reason="needs torchvision")
+@pytest.mark.parametrize("family", sorted({"gemma4", "qwen2_5_omni"} & FAMILIES.keys()))
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
-def test_rows_of_clips_and_pictures_have_the_loss_and_the_gradients_of_plain_transformers(packed, tmp_path):
+def test_rows_of_clips_and_pictures_have_the_loss_and_the_gradients_of_plain_transformers(packed, family, tmp_path):
     from PIL import Image
 
-    save_tiny_audio_model(tmp_path / "model", "gemma4")
+    save_tiny_audio_model(tmp_path / "model", family)
     rows = save_audio_rows(tmp_path / "data")
     lines = [json.loads(line) for line in rows.read_text().splitlines()]
     for number, line in enumerate(lines):

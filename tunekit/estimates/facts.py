@@ -402,6 +402,11 @@ _TEXT = re.compile(
 """Names of what text passes through in a multimodal model, as checkpoints store it."""
 
 
+def is_thinker(architecture: str) -> bool:
+    """Return whether a class is the part of a model that reads and writes, without what speaks (Qwen-Omni)."""
+    return architecture.endswith("ThinkerForConditionalGeneration")
+
+
 def is_beside_text(name: str) -> bool:
     """Return whether text does not pass through a tensor or module of a multimodal model, by its full name."""
     return not _TEXT.match(name)

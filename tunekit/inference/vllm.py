@@ -15,8 +15,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tunekit.errors import DependencyError, RunError, TunekitError
+from tunekit.estimates.facts import is_thinker
 from tunekit.estimates.memory.states import Dtype
-from tunekit.inference.inference_model import Answer, Device, Sampling, Trained, longest_of, room_of, tokenizer_of
+from tunekit.inference.inference_model import (
+    Answer,
+    Device,
+    Sampling,
+    Trained,
+    config_of,
+    longest_of,
+    room_of,
+    tokenizer_of,
+)
 from tunekit.probe.model import model_folder
 from tunekit.process.processes import VLLM_SERVE
 from tunekit.recipe.sections.adapters import LoraAdapter, QloraAdapter
@@ -69,6 +79,8 @@ def _why_not(found: Trained, device: Device) -> TunekitError | None:
     adapter = found.adapter
     if isinstance(adapter, QloraAdapter):
         return RunError(f"{found.name} was trained on a quantized base, which vLLM does not load", hint=other)
+    if is_thinker((config_of(found).architectures or [""])[0]):
+        return RunError(f"vLLM is unsupported for {found.name}, the thinker of a model that speaks", hint=other)
     if found.base.rope_scaling is not None:
         return RunError(f"vLLM loads the base of {found.name} without its rope_scaling", hint=other)
     if found.base.all_tokens:

@@ -20,7 +20,7 @@ from tunekit.migration.original import Entry
 from tunekit.migration.report import Fate
 
 _READS_IMAGES = re.compile(
-    r"(?:^|[^a-z])(?:vl\d*|vlm|vision|vlmoe|llava\w*|bakllava|pixtral|paligemma\d*|internvl\w*|smolvlm\d*|idefics\d*|ovis\d*"
+    r"(?:^|[^a-z])(?:vl\d*|vlm|omni|vision|vlmoe|llava\w*|bakllava|pixtral|paligemma\d*|internvl\w*|smolvlm\d*|idefics\d*|ovis\d*"
     r"|mllama|qvq|minicpm-?v|deepseek-?ocr|got-?ocr\w*|florence|molmo\w*|cogvlm\d*|(?:glm|phi|yi)-?[\d.]*-?v)(?:[^a-z]|$)",
     re.IGNORECASE,
 )
@@ -32,7 +32,8 @@ _HEARS = re.compile(
 """Words in the names of models that read or write audio."""
 
 _TRAINED_ON_AUDIO = re.compile(
-    r"qwen2-audio|audio-?flamingo-?3|granite-speech|glm-asr|voxtral(?!.*(?:realtime|tts))", re.IGNORECASE
+    r"qwen2-audio|qwen2\.5-omni|audio-?flamingo-?3|granite-speech|glm-asr|voxtral(?!.*(?:realtime|tts))",
+    re.IGNORECASE,
 )
 """Names of those among them whose rows with audio tunekit trains on."""
 
@@ -119,7 +120,7 @@ def refuse_audio(draft: Draft) -> None:
         problem = f"{where}: the model {model} processes audio, which is not migrated"
         raise RecipeError(
             problem,
-            hint="audio migrates for Qwen2-Audio, Audio Flamingo 3, Granite Speech, GLM-ASR and Voxtral",
+            hint="audio migrates for Qwen2-Audio, Qwen2.5-Omni, Audio Flamingo 3, Granite Speech, GLM-ASR and Voxtral",
         )
 
 
@@ -165,6 +166,13 @@ def frames(draft: Draft, entry: Entry) -> Fate:
     if not draft.has_videos and "video" not in str(draft.get("dataset")).lower():
         return Fate("silent", "only used for videos, whose frames model.video_processor sets here")
     return Fate("different", FRAMES, remedy="model.video_processor")
+
+
+def audio_in_video(draft: Draft, entry: Entry) -> Fate:
+    """The wish to read the audio of videos between their frames."""
+    if truth(entry.value):
+        raise UnfitError("the audio of videos is not read")
+    return Fate("silent", "is off")
 
 
 def _reads_text_alone(draft: Draft) -> bool:

@@ -247,21 +247,34 @@ _GRIDS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
 """Inputs by which a model computes positions of pictures and videos."""
 
 
+def _grids(inputs: dict[str, Any], index: Callable[..., Any]) -> dict[str, Any]:
+    """Return the arguments by which `get_rope_index` computes positions; nothing without pictures and videos.
+
+    Qwen2.5-Omni's forward method has other names for some of its own (transformers 5.24, `compute_3d_position_ids`).
+    """
+    grids = {name: inputs[name] for name in _GRIDS if inputs.get(name) is not None}
+    names, mask = inspect.signature(index).parameters, inputs.get("feature_attention_mask")
+    if grids and "second_per_grids" in names and inputs.get("video_second_per_grid") is not None:
+        grids["second_per_grids"] = inputs["video_second_per_grid"]
+    if grids and "audio_seqlens" in names and mask is not None:
+        grids["audio_seqlens"] = mask.sum(1)
+    return grids
+
+
 def _with_picture_positions(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Give a packed row the positions that the model computes for its documents as a padded batch, `(4, 1, tokens)`."""
     positions = kwargs.get("position_ids")
-    grids = {name: kwargs[name] for name in _GRIDS if kwargs.get(name) is not None}
+    index: Callable[..., Any] = cast(Any, module).get_rope_index
+    grids = _grids(kwargs, index)
     if not grids or positions is None or positions.ndim != 2 or kwargs.get("attention_mask") is not None:
         return args, kwargs
     starts = (positions[0] == 0).nonzero().flatten()
     lengths = torch.diff(starts, append=starts.new_tensor([positions.shape[1]])).tolist()
-    ids, kinds, mask = (
-        pad_sequence(values[0].split(lengths), batch_first=True)
-        for values in (kwargs["input_ids"], kwargs["mm_token_type_ids"], torch.ones_like(positions))
-    )
-    index: Callable[..., Any] = cast(Any, module).get_rope_index
-    of_pictures, _ = index(input_ids=ids, mm_token_type_ids=kinds, attention_mask=mask, **grids)
-    kwargs["position_ids"] = torch.cat([positions[None], of_pictures[:, None, mask.bool()]])
+    of_tokens = {name: kwargs[name] for name in ("input_ids", "mm_token_type_ids") if kwargs.get(name) is not None}
+    of_tokens["attention_mask"] = torch.ones_like(positions)
+    batch = {name: pad_sequence(value[0].split(lengths), batch_first=True) for name, value in of_tokens.items()}
+    of_pictures, _ = index(**batch, **grids)
+    kwargs["position_ids"] = torch.cat([positions[None], of_pictures[:, None, batch["attention_mask"].bool()]])
     return args, kwargs
 
 

@@ -45,7 +45,7 @@ from tunekit.models.virtual_tokens import hide_virtual_tokens
 from tunekit.planner.decisions.backends import FLOAT8_MULTIPLE
 from tunekit.planner.plan import VARLEN
 from tunekit.probe.chat_template import end_answers, take_texts, template_text
-from tunekit.probe.model import auto_class, model_folder, scores, with_tokenizer
+from tunekit.probe.model import auto_class, model_folder, scores, thinker_of, with_tokenizer
 from tunekit.probe.model_files import check_normalizer, check_settings
 from tunekit.probe.new_tokens import NewTokens, add_new_tokens
 from tunekit.probe.origin import ADAPTER_CONFIG, ADAPTER_WEIGHTS, origin_of
@@ -528,6 +528,8 @@ def _without_pictures(_module: "Module", _inputs: Any, output: Any) -> Any:
 def read_config(section: ModelSection) -> "PretrainedConfig":
     """Return the configuration of a model, with the recipe's scaling of its rotary embeddings.
 
+    Of a model that speaks it is that of the part that reads and writes, which is loaded without the others.
+
     Raises:
         OSError: It cannot be read.
         ValueError: Its type is unknown.
@@ -535,9 +537,10 @@ def read_config(section: ModelSection) -> "PretrainedConfig":
     """
     from transformers import AutoConfig
 
-    config: PretrainedConfig = AutoConfig.from_pretrained(
+    whole: PretrainedConfig = AutoConfig.from_pretrained(
         model_folder(section), revision=section.revision, trust_remote_code=section.trust_remote_code
     )
+    config = thinker_of(whole)
     if section.rope_scaling is not None:
         _scale_rope(config, section)
     return config

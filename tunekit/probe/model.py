@@ -478,7 +478,7 @@ def _read_folder(folder: Path, path: str, stored: Tensors | None = None) -> Mode
             f"model.path: {path!r} has no tokenizer",
             hint="the folder is incomplete: save the tokenizer with the model",
         )
-    tensors = stored if stored is not None else read_tensors(folder, path)
+    tensors = _thinker_tensors(stored if stored is not None else read_tensors(folder, path))
     if is_judge and SCORE not in tensors:
         _check_causal(config, path)
     packed = None
@@ -494,7 +494,53 @@ def _read_config(folder: Path, path: str) -> dict[str, Any]:
     check_links(folder, path)
     config = read_settings(folder, "config.json", path)
     check_config(config, path)
+    config = _thinker(config)
     return _nested(config) if "vision_config" in config and "text_config" not in config else config
+
+
+THINKER = "thinker"
+"""Name of the part of a model that reads and writes, in models that speak too: Qwen-Omni's. A talker speaks, from what
+the thinker computes."""
+
+
+def thinker_of(config: "PretrainedConfig") -> "PretrainedConfig":
+    """Return the configuration of the part of a model that reads and writes, which is loaded and trained alone.
+
+    Args:
+        config: Configuration of a model; itself where it does not speak.
+    """
+    own: PretrainedConfig | None = vars(config).get(f"{THINKER}_config")
+    if own is None:
+        return config
+    own.architectures = [_multimodal_class(own.model_type)]
+    own.dtype = own.dtype or config.dtype
+    if "quantization_config" in vars(config):
+        own.quantization_config = config.quantization_config
+    return own
+
+
+def _thinker(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a config.json that `thinker_of` has."""
+    own = config.get(f"{THINKER}_config")
+    if not isinstance(own, dict) or not _is_of_transformers(own):
+        return config
+    shared = {name: config[name] for name in ("dtype", "torch_dtype", "quantization_config") if name in config}
+    return {**shared, **own, "architectures": [_multimodal_class(own["model_type"])]}
+
+
+def _multimodal_class(model_type: str) -> str:
+    """Return the name of transformers' class of a multimodal type: published thinkers have names of their own."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+
+    name: str = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[model_type]
+    return name
+
+
+def _thinker_tensors(tensors: Tensors) -> Tensors:
+    """Return those of the tensors of a checkpoint that are of its thinker, by their names there; all without one."""
+    prefix = f"{THINKER}."
+    own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    return own or tensors
 
 
 def _nested(config: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ The logits are those of other shapes of products, so more of a difference is rou
 """
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -159,10 +160,14 @@ def check_packed_rows(trainer: Any, plan: Plan) -> None:
 
 
 def _without_media(row: dict[str, Any], processor: Any) -> dict[str, Any]:
-    """Return a row of the words of another one."""
+    """Return a row of the words of another one.
+
+    Tokens around a medium go with it: Qwen2.5-Omni counts clips by those before them (transformers 5.24).
+    """
     words = row[TEXT] or processor.tokenizer.decode(row["input_ids"])
+    around = f"(?:{'|'.join(map(re.escape, processor.tokenizer.get_added_vocab()))})?"
     for token in marks_of(processor):
-        words = words.replace(token, "")
+        words = re.sub(f"{around}{re.escape(token)}{around}", "", words)
     ids = processor.tokenizer(words, add_special_tokens=False)["input_ids"]
     return {"input_ids": ids, "labels": ids, TEXT: words, MEDIA: []}
 

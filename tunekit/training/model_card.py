@@ -12,10 +12,11 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from tunekit.data.sources.load import is_hub_dataset
 from tunekit.data.sources.rows import shown
+from tunekit.estimates.facts import is_thinker
 from tunekit.files import load_template
 from tunekit.models.virtual_tokens import WITHOUT_CACHE
 from tunekit.planner.plan import Plan
-from tunekit.probe.model import HUB_SECONDS, model_folder
+from tunekit.probe.model import HUB_SECONDS, model_folder, stored_config
 from tunekit.recipe.load import dump_recipe
 from tunekit.recipe.methods.spec import Judged, ScoreHead
 from tunekit.recipe.reading.parse import dotted
@@ -128,6 +129,7 @@ def write_card(
         ("Base model", f"{plan.base.path} ({plan.num_params:,} parameters)"),
         ("License of the base model", str(licence or "not stated on its card")),
         *_code(recipe),
+        *_part(plan, kind),
         *_context(plan, kind),
         *_tokens(plan, kind),
         *([("Generation", WITHOUT_CACHE)] if isinstance(recipe.adapter, PromptTuningAdapter) else []),
@@ -237,6 +239,18 @@ def _context(plan: Plan, kind: str) -> Iterator[tuple[str, str]]:
             "config=AutoConfig.from_pretrained(THIS_FOLDER))`"
         )
     yield "Context", words
+
+
+def _part(plan: Plan, kind: str) -> Iterator[tuple[str, str]]:
+    """Yield the class that loads the part that was trained of a model that speaks too, which an auto class may not."""
+    config = stored_config(plan.base) or {}
+    architecture = next(iter(config.get("architectures") or ()), "")
+    if not is_thinker(architecture):
+        return
+    words = f"the thinker, which reads and writes; load it with `{architecture}`"
+    if kind not in WHOLE and not isinstance(plan.recipe.adapter, FullAdapter):
+        words = f"{words.replace('load it', 'load the base model')}, or adapt the `thinker` of the whole model"
+    yield "Part", words
 
 
 def _tokens(plan: Plan, kind: str) -> Iterator[tuple[str, str]]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from math import ceil
 
 from tunekit.errors import PlanError
-from tunekit.estimates.facts import Device, Hardware, ModelFacts
+from tunekit.estimates.facts import Device, Hardware, ModelFacts, is_thinker
 from tunekit.estimates.layout import Layout
 from tunekit.planner.plan import VLLM, gib
 from tunekit.recipe.methods import generates
@@ -42,6 +42,8 @@ def why_no_vllm(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> tuple[
         return "vLLM loads the model without model.rope_scaling", "unset use_vllm"
     if model.new_tokens:
         return "vLLM loads the model without the tokens that the recipe adds", "unset use_vllm"
+    if is_thinker(model.architecture):
+        return "vLLM loads the talker too, and names the weights of the thinker otherwise", "unset use_vllm"
     if recipe.train.averages and (recipe.data.eval is not None or recipe.data.eval_size is not None):
         # It notes the step of the weights (trl 1.16, `_last_loaded_step`), of which there are two then.
         return "after an evaluation, vLLM would keep generating with the averaged weights", "unset use_vllm"
