@@ -29,6 +29,21 @@ QWEN_2_5_VL_7B: dict[str, Any] = {
     },
 }  # fmt: skip
 
+QWEN_2_5_OMNI_7B: dict[str, Any] = {
+    "model_type": "qwen2_5_omni_thinker",
+    "architectures": ["Qwen2_5OmniThinkerForConditionalGeneration"],
+    "audio_token_index": 151646,
+    "image_token_index": 151655,
+    "video_token_index": 151656,
+    "vision_start_token_id": 151652,
+    "audio_config": {"encoder_layers": 3, "output_dim": 3584},
+    "vision_config": {**QWEN_2_5_VL_7B["vision_config"], "model_type": "qwen2_5_omni_vision_encoder"},
+    "text_config": {
+        **QWEN_2_5_VL_7B["text_config"], "model_type": "qwen2_5_omni_text", "max_position_embeddings": 32768,
+        "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+
 GEMMA_3_4B: dict[str, Any] = {
     "model_type": "gemma3",
     "architectures": ["Gemma3ForConditionalGeneration"],
@@ -95,6 +110,17 @@ STEPS = {
     "qwen2.5-vl-7b lora, packed": VisionStep(
         QWEN_2_5_VL_7B, LORA, (((36, 54), (20, 20)),), 2048, checkpointing=True, documents=2
     ),
+    "qwen2.5-omni-7b lora, one large picture": VisionStep(
+        QWEN_2_5_OMNI_7B, LORA, (((60, 80),),), 1300, checkpointing=True
+    ),
+    "qwen2.5-omni-7b lora, two pictures": VisionStep(QWEN_2_5_OMNI_7B, LORA, (((36, 54), (20, 20)),), 1024),
+    "qwen2.5-omni-7b full, two rows": VisionStep(
+        QWEN_2_5_OMNI_7B, FullAdapter(), (((40, 60),), ((28, 38),)), 768, checkpointing=True, accumulates=True
+    ),
+    "qwen2.5-omni-7b lora, packed": VisionStep(
+        QWEN_2_5_OMNI_7B, LORA, (((36, 54), (20, 20)),), 2048, checkpointing=True, documents=2
+    ),
+    "qwen2.5-omni-7b lora and tower": VisionStep(QWEN_2_5_OMNI_7B, TOWER_LORA, (((44, 62), (18, 30)),), 1100),
     "gemma-3-4b lora, packed": VisionStep(GEMMA_3_4B, LORA, ((3,),), 2048, checkpointing=True, documents=2),
     "smolvlm2-2.2b lora, packed": VisionStep(SMOLVLM_2B, LORA, ((13,),), 2400, documents=3),
     "gemma-3-4b lora, three pictures": VisionStep(GEMMA_3_4B, LORA, ((3,),), 1024, checkpointing=True),

@@ -95,7 +95,7 @@ def inputs_of(step: VisionStep) -> dict[str, torch.Tensor]:
     ids = torch.zeros(step.batch, step.length, dtype=torch.long)
     batch: dict[str, torch.Tensor] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     channels, patch = 3, vision["patch_size"]
-    if kind in ("qwen2_5_vl", "qwen3_vl", "qwen2_vl"):
+    if kind in ("qwen2_5_vl", "qwen3_vl", "qwen2_vl", "qwen2_5_omni_thinker"):
         merge = vision.get("spatial_merge_size", 2) ** 2
         grids = [picture for row in step.pictures for picture in row]
         num = sum(h * w for h, w in grids)
@@ -107,9 +107,12 @@ def inputs_of(step: VisionStep) -> dict[str, torch.Tensor]:
             for h, w in pictures:
                 ids[row, at : at + h * w // merge] = image
                 kinds[row, at : at + h * w // merge] = 1
-                at += h * w // merge + 1
+                ids[row, at - 1] = config["vision_start_token_id"]
+                # The one that ends a picture, and the one that begins the next.
+                at += h * w // merge + 2
             assert at <= step.length
-        batch["mm_token_type_ids"] = kinds
+        if kind != "qwen2_5_omni_thinker":
+            batch["mm_token_type_ids"] = kinds
         return batch
     size = vision["image_size"]
     patches = (size // patch) ** 2

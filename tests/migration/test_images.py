@@ -123,6 +123,29 @@ def test_a_vision_script_of_ms_swift_is_carried_over_whole() -> None:
     assert made.recipe.train.global_batch_size == 16
 
 
+def test_a_script_of_ms_swift_with_qwen2_5_omni_is_carried_over_whole() -> None:
+    made = of_script(model="Qwen/Qwen2.5-Omni-7B", head="ENABLE_AUDIO_OUTPUT=1 USE_AUDIO_IN_VIDEO=False ")
+    assert made.is_whole
+    assert made.recipe.model.path == "Qwen/Qwen2.5-Omni-7B"
+    assert made.recipe.model.image_processor == {"max_pixels": 1003520}
+    assert made.recipe.data.image_folder == "."
+    # The talker is loaded, and not trained; here it is not loaded.
+    assert line_of(made, "ENABLE_AUDIO_OUTPUT").kind == line_of(made, "USE_AUDIO_IN_VIDEO").kind == "silent"
+    made = of_script(model="Qwen/Qwen2.5-Omni-7B", head="USE_AUDIO_IN_VIDEO=True ")
+    line = line_of(made, "USE_AUDIO_IN_VIDEO")
+    assert (line.kind, line.words) == ("unsupported", "the audio of videos is not read")
+
+
+def test_a_configuration_of_llama_factory_with_qwen2_5_omni_is_carried_over_whole() -> None:
+    omni = {"model_name_or_path": "Qwen/Qwen2.5-Omni-7B", "template": "qwen2_omni", "use_audio_in_video": False}
+    made = of_values(FACTORY, **omni)
+    assert made.is_whole
+    assert made.recipe.model.image_processor == {"max_pixels": 262144}
+    assert (
+        line_of(of_values(FACTORY, **omni | {"use_audio_in_video": True}), "use_audio_in_video").kind == "unsupported"
+    )
+
+
 @pytest.mark.parametrize("kind", ["axolotl", "llama-factory", "ms-swift"])
 def test_full_fine_tuning_with_frozen_towers_is_carried_over_whole(kind) -> None:
     if kind == "axolotl":

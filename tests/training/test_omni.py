@@ -10,7 +10,7 @@ import tunekit
 from tests.audio import save_clip
 from tests.omni import save_whole_omni
 from tests.tiny import saved_weights
-from tests.training.test_vision import compare_with_plain_transformers, converted, loss_of, recipe
+from tests.training.test_vision import compare_answers, compare_with_plain_transformers, converted, loss_of, recipe
 from tests.video import SIZES, save_video
 from tests.vision import COLOURS
 from tunekit.data.media.collate import MediaCollator, in_one_row
@@ -126,6 +126,35 @@ def test_a_result_loads_by_its_class_and_in_the_whole_model(kind, whole, tmp_pat
     assert ("adapt the `thinker` of the whole model" in row) == (kind == "lora")
 
 
+def test_answers_and_losses_are_those_of_the_thinker(whole, tmp_path):
+    wanted = recipe(whole, tmp_path, adapter={"type": "lora", "rank": 4})
+    wanted["data"]["eval"] = wanted["data"]["train"]
+    run = tunekit.train(wanted)
+    compare_answers(whole, run, tmp_path, Thinker)
+    (scored,) = (score for score in tunekit.evaluate(run, before=False).scores if score.name == "loss")
+    assert scored.after.value == pytest.approx(run.metrics()["eval_loss"].dropna().iloc[-1], rel=1e-5)
+
+
+def test_losses_of_several_steps_are_those_of_a_plain_loop(whole, tmp_path):
+    """Gradient descent on the whole thinker but for its towers, over all rows in each step."""
+    from transformers import AutoProcessor
+
+    train = {"max_steps": 4, "learning_rate": 0.1}
+    run = tunekit.train(recipe(whole, tmp_path, adapter="full", train=train))
+    processor = AutoProcessor.from_pretrained(whole / "model")
+    model = Thinker.from_pretrained(whole / "model", dtype=torch.float32).train()
+    trained = [p for name, p in model.named_parameters() if "audio_tower" not in name and "visual" not in name]
+    optimizer, losses = torch.optim.SGD(trained, lr=0.1), []
+    for _ in range(4):
+        loss = loss_of(model, processor, whole)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert losses[-1] < losses[0]
+    assert run.metrics()["loss"].tolist() == pytest.approx(losses, rel=1e-4)
+
+
 def test_training_goes_on_from_a_result_as_from_the_whole_model(whole, tmp_path):
     first = tunekit.train(recipe(whole, tmp_path / "first", adapter="full"))
     wanted = recipe(whole, tmp_path / "next", adapter="lora")
@@ -211,3 +240,17 @@ def test_audio_in_videos_is_refused(name, whole, tmp_path):
     wanted["model"] = {"path": str(whole / "model"), "video_processor": {name: True}}
     with pytest.raises(ModelError, match=rf"video_processor\.{name}: \w+ has no such setting"):
         tunekit.train(wanted)
+
+
+def test_limits_of_videos_that_the_processor_would_not_keep_are_refused(whole):
+    """Its class sets the size of videos itself (transformers 5.24), whatever their processor has."""
+    for settings in (
+        {"max_pixels": 50176},
+        {"min_pixels": 1568},
+        {"size": {"shortest_edge": 1568, "longest_edge": 9999}},
+    ):
+        section = ModelSection(path=str(whole / "model"), video_processor=settings)
+        with pytest.raises(ModelError, match="Qwen2_5OmniProcessor always sets"):
+            load_processor(section, load_tokenizer(section))
+    section = ModelSection(path=str(whole / "model"), video_processor={"do_sample_frames": True, "fps": 2})
+    assert load_processor(section, load_tokenizer(section)).video_processor.fps == 2

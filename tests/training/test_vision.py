@@ -58,7 +58,7 @@ def several(request, tmp_path_factory):
     return folder
 
 
-def recipe(saved, folder, *, packed=False, **sections):
+def recipe(saved, folder, *, packed=False, max_length=512, **sections):
     """One step of gradient descent over all rows, in micro-batches of two: of rows, or of a few rows in one each.
 
     `packed` may be the number of tokens of these.
@@ -69,7 +69,7 @@ def recipe(saved, folder, *, packed=False, **sections):
         "model": str(saved / "model"),
         "data": {
             "train": str(saved / "data" / "rows.jsonl"),
-            "max_length": PACK if packed is True else packed or 512,
+            "max_length": PACK if packed is True else packed or max_length,
             "packing": bool(packed),
         },
         "train": train | sections.pop("train", {}),
@@ -168,7 +168,7 @@ def test_packed_rows_have_the_loss_and_the_gradients_of_plain_transformers_on_ea
 
 
 def compare_with_plain_transformers(
-    adapter, saved, tmp_path, *, packed=False, auto_class=None, method="sft", loss_of=loss_of, **train
+    adapter, saved, tmp_path, *, packed=False, max_length=512, auto_class=None, method="sft", loss_of=loss_of, **train
 ):
     """Compare the first loss and all gradients of a run with those of a loss, and return the run."""
     from peft import PeftModel
@@ -178,7 +178,8 @@ def compare_with_plain_transformers(
     auto_class = auto_class or AutoModelForImageTextToText
 
     sections = {"adapter": {"type": "lora", "rank": RANK, "alpha": RANK} if adapter == "lora" else "full"}
-    run = tunekit.train(recipe(saved, tmp_path, packed=packed, train=train, method=method, **sections))
+    sections |= {"train": train, "method": method}
+    run = tunekit.train(recipe(saved, tmp_path, packed=packed, max_length=max_length, **sections))
     model = auto_class.from_pretrained(saved / "model", dtype=torch.float32)
     if adapter == "lora":
         model = PeftModel.from_pretrained(model, run.model_path, is_trainable=True)

@@ -246,17 +246,25 @@ def _set_processor(processor: "ProcessorMixin", name: str, settings: Mapping[str
     if unknown is not None:
         problem = f"model.{name}.{unknown}: {type(own).__name__} has no such setting"
         raise ModelError(problem, hint=f"settings: {', '.join(names)}")
+    try:
+        changed = type(own).from_dict({**own.to_dict(), **settings})
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        problem = f"model.{name}: {type(own).__name__} refuses the settings: {_first_line(error)}"
+        raise ModelError(problem, hint="see its documentation in transformers") from error
     # Arguments that a processor's class passes to its parts go before the settings of these.
     fixed: Mapping[str, Any] = getattr(type(processor), f"{name.removesuffix('_processor')}s_kwargs", {})
     lost = next((setting for setting, value in settings.items() if fixed.get(setting, value) != value), None)
     if lost is not None:
         problem = f"model.{name}.{lost}: {type(processor).__name__} always sets {fixed[lost]}"
         raise ModelError(problem, hint="remove it")
-    try:
-        setattr(processor, name, type(own).from_dict({**own.to_dict(), **settings}))
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        problem = f"model.{name}: {type(own).__name__} refuses the settings: {_first_line(error)}"
-        raise ModelError(problem, hint="see its documentation in transformers") from error
+    before, after = own.to_dict(), changed.to_dict()
+    lost = next((key for key in fixed if key not in settings and before.get(key) != after.get(key)), None)
+    if lost is not None:
+        # Some settings are a part of another one, such as `max_pixels` of `size`.
+        problem = f"model.{name}: {type(processor).__name__} always sets {lost} to {fixed[lost]}, so that "
+        problem += f"{' and '.join(settings)} would not count"
+        raise ModelError(problem, hint="remove it")
+    setattr(processor, name, changed)
 
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")

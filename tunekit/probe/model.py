@@ -510,9 +510,10 @@ def thinker_of(config: "PretrainedConfig") -> "PretrainedConfig":
         config: Configuration of a model; itself where it does not speak.
     """
     own: PretrainedConfig | None = vars(config).get(f"{THINKER}_config")
-    if own is None:
+    architecture = None if own is None else _multimodal_class(own.model_type)
+    if own is None or architecture is None:
         return config
-    own.architectures = [_multimodal_class(own.model_type)]
+    own.architectures = [architecture]
     own.dtype = own.dtype or config.dtype
     if "quantization_config" in vars(config):
         own.quantization_config = config.quantization_config
@@ -522,17 +523,20 @@ def thinker_of(config: "PretrainedConfig") -> "PretrainedConfig":
 def _thinker(config: dict[str, Any]) -> dict[str, Any]:
     """Return the part of a config.json that `thinker_of` has."""
     own = config.get(f"{THINKER}_config")
-    if not isinstance(own, dict) or not _is_of_transformers(own):
+    if not isinstance(own, dict) or (architecture := _multimodal_class(own.get("model_type"))) is None:
         return config
     shared = {name: config[name] for name in ("dtype", "torch_dtype", "quantization_config") if name in config}
-    return {**shared, **own, "architectures": [_multimodal_class(own["model_type"])]}
+    return {**shared, **own, "architectures": [architecture]}
 
 
-def _multimodal_class(model_type: str) -> str:
-    """Return the name of transformers' class of a multimodal type: published thinkers have names of their own."""
+def _multimodal_class(model_type: object) -> str | None:
+    """Return the name of transformers' class of a multimodal type; None without one.
+
+    Published configurations of thinkers have names that transformers does not know.
+    """
     from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
-    name: str = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[model_type]
+    name: str | None = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(model_type)
     return name
 
 
