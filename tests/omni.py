@@ -1,5 +1,6 @@
 """A tiny Qwen2.5-Omni: the model that writes alone, its processor, and checkpoints with the model that speaks too."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def qwen2_5_omni() -> tuple[Any, Any]:
 
 
 def save_whole_omni(folder: Path) -> Path:
-    """Save a model that writes and speaks with its processor, as published checkpoints are, and return its folder."""
+    """Save a model that writes and speaks with its processor, in the files of published ones, and return its folder."""
     import torch
     import transformers as t
 
@@ -113,4 +114,14 @@ def save_whole_omni(folder: Path) -> Path:
     with_random_weights(t.AutoModelForMultimodalLM, config).save_pretrained(folder)
     torch.save({"Chelsie": {"cond": torch.zeros(1, 8)}}, folder / "spk_dict.pt")
     processor.save_pretrained(folder)
+    own = json.loads((folder / "config.json").read_text())
+    own["architectures"] = ["Qwen2_5OmniModel"]
+    own["thinker_config"]["architectures"] = ["Qwen2OmniNaViTThinkerForConditionalGeneration"]
+    (folder / "config.json").write_text(json.dumps(own))
+    # Written by older versions of Transformers: settings of all parts in one file, and none of videos.
+    (folder / "processor_config.json").unlink()
+    parts = {**processor.image_processor.to_dict(), **processor.feature_extractor.to_dict()}
+    names = {"image_processor_type": "Qwen2VLImageProcessor", "feature_extractor_type": "WhisperFeatureExtractor"}
+    whole = {**parts, **names, "processor_class": type(processor).__name__}
+    (folder / "preprocessor_config.json").write_text(json.dumps(whole))
     return folder
