@@ -835,7 +835,7 @@ def _refuse_untrainable(recipe: Recipe) -> None:
         TunekitError: Something that training needs is missing, or not there yet.
     """
     method = recipe.method
-    if is_rewarded(method) and not method.rewards and not _owns_reward(method):
+    if is_rewarded(method) and not method.reward_weights and not _owns_reward(method):
         problem = f"method.rewards: empty, but {method.type} learns only from rewards"
         raise TunekitError(problem, hint="set one, such as exact_match, or your own function: my_rewards:score")
     if recipe.data.streaming and method.spec.trains_on != "tokens":

@@ -85,9 +85,9 @@ def arguments_in_groups(method: RewardedMethod, parts: Parts) -> dict[str, Any]:
         "steps_per_generation": plan.gradient_accumulation_steps,
         "beta": method.beta,
         "mask_truncated_completions": method.mask_truncated_completions,
-        "reward_weights": [reward.weight for reward in method.rewards],
+        "reward_weights": method.reward_weights,
         # Of a second model, which TRL loads from where the first came from.
-        "model_init_kwargs": loading_arguments(plan) if method.beta else None,
+        "model_init_kwargs": loading_arguments(plan) if method.beta and method.trl_loads_reference else None,
     }
 
 
@@ -187,8 +187,8 @@ def rewarded_trainer(
     arguments = config(**arguments_in_groups(method, parts), **own, **{**method.trainer_args, **generation})
     functions = load_rewards(method.rewards, device=parts.plan.device.kind)
     trainer = generating_trainer(base, method, parts, reward_funcs=functions, args=arguments, **given)
-    # Of these methods GRPO alone takes a gradient of the entropy (trl 1.16, `GMPOTrainer._compute_loss`).
-    learns_entropy = method.type == "grpo" and trainer._entropy_bonus_enabled
+    # GRPO's loss alone takes a gradient of the entropy (trl 1.16, `GMPOTrainer._compute_loss`).
+    learns_entropy = method.type in ("grpo", "ebft") and trainer._entropy_bonus_enabled
     replace_heads(trainer, entropy_gradient=learns_entropy, keeps_trls=parts.head == "tiles")
     return trainer
 

@@ -3,8 +3,8 @@
 import re
 from dataclasses import replace
 
+from tunekit.migration import axolotl_ebft, images, optimizers
 from tunekit.migration import axolotl_rows as rows
-from tunekit.migration import images, optimizers
 from tunekit.migration import training as hf
 from tunekit.migration.draft import (
     Draft,
@@ -22,7 +22,12 @@ from tunekit.migration.draft import (
 from tunekit.migration.original import Entry
 from tunekit.migration.report import Fate
 
-_METHODS = {"dpo": "dpo", "ipo": "dpo", "kto": "kto", "orpo": "orpo", "simpo": "cpo", "grpo": "grpo", "gdpo": "grpo"}
+_METHODS = {
+    **{name: name for name in ("dpo", "kto", "orpo", "grpo", "ebft")},
+    "ipo": "dpo",
+    "simpo": "cpo",
+    "gdpo": "grpo",
+}
 _NEEDS_FLASH = ("flash_attention", "flex_attention", "xformers_attention", "sage_attention")
 
 
@@ -57,6 +62,8 @@ def _method(draft: Draft) -> None:
         draft.put("method.type", _METHODS[name], "rl")
         if name in ("simpo", "ipo"):
             draft.put("method.loss_type", name, "rl")
+        if name == "ebft":
+            axolotl_ebft.check_mode(draft)
         if name == "gdpo":
             draft.put("method.trainer_args.multi_objective_aggregation", "normalize_then_sum", "rl")
 
@@ -85,6 +92,8 @@ def finish(draft: Draft) -> None:
         draft.differ("datasets", "alpaca", f"{words}; tunekit tokenizes prompt and answer together")
     if draft.method == "grpo":
         hf.room_for_answers(draft, prompt=0)
+    if draft.method == "ebft":
+        axolotl_ebft.finish(draft)
     if draft.has_adapter:
         draft.assume({"adapter.rank": 8, "adapter.alpha": 8}, "PEFT's default; not set in the file")
         if "adapter.target_modules" not in draft.values and not draft.get("lora_target_linear"):
@@ -366,8 +375,8 @@ def utilization(draft: Draft, entry: Entry) -> Fate:
     """The share of a device's memory that vLLM takes."""
     if draft.get("trl.vllm_mode") == "server":
         return Fate("silent", "the server has its own setting")
-    if draft.method != "grpo":
-        return Fate("silent", "only used with grpo")
+    if draft.method not in ("grpo", "ebft"):
+        return Fate("silent", "only used with grpo and ebft")
     return draft.carry(entry, "method.generation.vllm_gpu_memory_utilization", figure(entry.value))
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tunekit.migration import axolotl_ebft
 from tunekit.migration import training as hf
 from tunekit.migration.draft import Draft, UnfitError, carried, names, reason, text, truth
 from tunekit.migration.original import Entry
@@ -76,6 +77,8 @@ def _format(kind: str, given: dict[str, Any], method: str) -> tuple[str | None, 
         return None, {"argilla": {"prompt": "instruction"}, "intel": {"prompt": "question"}}.get(last, {})
     if method == "grpo":
         return None, {}
+    if method == "ebft":
+        return axolotl_ebft.format_of(kind)
     if first == "chat_template":
         return _conversation(given)
     if first in ("completion", "pretrain"):
@@ -131,6 +134,8 @@ def row_type(draft: Draft, entry: Entry) -> Fate:
             how = f"Axolotl writes prompts of {kind}; tunekit formats prompt and answer with the model's chat template"
             return Fate("different", f"{words}; {how}")
         return Fate("carried", words)
+    if method == "ebft":
+        return axolotl_ebft.row_type(kind)
     if first in _WRAPPED:
         columns = _format(kind, {}, method)[1]
         words = f"data.columns: {columns}; " if columns else ""

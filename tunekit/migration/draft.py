@@ -17,7 +17,7 @@ from tunekit.recipe.reading.parse import to_inline_yaml
 from tunekit.recipe.reading.phrases import near, show
 from tunekit.recipe.sections.section import Tracker
 
-_METHODS = "sft, dpo, kto, orpo, cpo, reward, prm, grpo, rloo, gmpo, distillation and gkd"
+_METHODS = "sft, dpo, kto, orpo, cpo, reward, prm, grpo, rloo, gmpo, ebft, distillation and gkd"
 
 
 class UnfitError(Exception):

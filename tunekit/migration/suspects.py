@@ -38,7 +38,7 @@ def suspects(draft: Draft, recipe: Recipe) -> None:
         note("train.num_epochs", f"{epochs:g} epochs: the model may memorize the rows")
     if isinstance(adapter, LoraAdapter) and adapter.rank > 256:
         note("adapter.rank", f"rank {adapter.rank}: unusually large; adapter: full may cost little more")
-    if is_rewarded(method) and not method.rewards:
+    if is_rewarded(method) and not method.reward_weights:
         note("method.type", f"{method.type} has no rewards yet: training needs at least one (method.rewards)")
     if recipe.model.trust_remote_code:
         note("model.trust_remote_code", "the model's own code will run: read it first")

@@ -351,7 +351,7 @@ def drops_too_long(draft: Draft, key: str, value: str) -> None:
     """Let the recipe drop rows that are too long where the original does not say so, or note that it does not."""
     if draft.get(key) is None and draft.drops_too_long:
         draft.assume({"data.too_long": "drop"})
-    elif draft.get(key) is None and draft.method != "grpo":
+    elif draft.get(key) is None and draft.method not in ("grpo", "ebft"):
         media = "images" if draft.has_images else "audio" if draft.has_audio else None
         rest = f"; rows with {media} are dropped, not truncated" if media is not None else ""
         what = f"{draft.tool} drops rows longer than data.max_length by default"

@@ -411,7 +411,8 @@ def _conflicts_with(origin: Origin, recipe: Recipe) -> Iterator[Conflict]:
 def _conflicts_of_code(recipe: Recipe) -> Iterator[Conflict]:
     """Code that comes with a model and is not asked for, or whose commit is not known."""
     method = recipe.method
-    second = is_rewarded(method) and method.beta > 0 and isinstance(recipe.adapter, FullAdapter)
+    by_trl = is_rewarded(method) and method.trl_loads_reference and method.beta > 0
+    second = by_trl and isinstance(recipe.adapter, FullAdapter)
     for key, section in models_of(recipe):
         try:
             origin = origin_of(settled(section))

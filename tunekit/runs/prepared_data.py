@@ -18,6 +18,7 @@ from tunekit.data.packing.sequences import mix
 from tunekit.data.prepare import Progress, SourceShare, Split, mixing_of, prepare_data
 from tunekit.data.reports.measure import report_data, report_rows
 from tunekit.data.reports.report import DataReport
+from tunekit.data.sources.ground_truth import GROUND_TRUTH, with_ground_truth
 from tunekit.data.sources.load import LoadedData, Rows
 from tunekit.data.sources.rows import Skipped, is_url, without_user
 from tunekit.data.sources.teacher_prompts import with_teacher_prompts
@@ -315,7 +316,7 @@ def _divided_steps(steps: StepTokens, sources: Iterable[Rows]) -> Iterator[str]:
 def answered_rows(
     method: OnPolicyMethod, data: LoadedData, tokenizer: "Callable[[], PreTrainedTokenizerBase]"
 ) -> LoadedData:
-    """Return rows as completions are generated to them: with tools, or with the prompts of a teacher.
+    """Return rows as completions are generated to them: with tools, the prompts of a teacher, or their own answers.
 
     Args:
         method: The method.
@@ -323,7 +324,8 @@ def answered_rows(
         tokenizer: Loads the tokenizer of the model.
 
     Raises:
-        DataError: Rows or the chat template are not fit for tools or a teacher, or rows have tools of their own.
+        DataError: Rows or the chat template are not fit for tools or a teacher, rows have tools of their own, or no
+            answer to compare with.
     """
     from tunekit.methods.tool_use import check_own_tools, with_tools
 
@@ -331,6 +333,8 @@ def answered_rows(
         return with_tools(data, method.acting, tokenizer())
     if method.teacher_template is not None:
         return with_teacher_prompts(data, method.teacher_template)
+    if method.matches_answers:
+        return with_ground_truth(data)
     check_own_tools(data)
     return data
 
@@ -417,7 +421,9 @@ def room_of(recipe: Recipe) -> Room:
         return Room(max_length, max_length, cuts=cuts)
     if generates(method):
         # TRL cuts no prompt, so that each has to leave room for the longest answer.
-        return Room(max_length, max_length - method.max_completion_length, prompts=method.prompt_columns)
+        compared = GROUND_TRUTH if method.matches_answers else None
+        longest = max_length - method.max_completion_length
+        return Room(max_length, longest, prompts=method.prompt_columns, answer=compared)
     # A prompt leaves room for one token of an answer at least: else TRL leaves the row out, or has no mean of it.
     return Room(max_length, max_length - 1)
 

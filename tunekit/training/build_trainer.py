@@ -153,7 +153,8 @@ def load_frozen(plan: Plan, teacher: ModelSection | None = None) -> "PreTrainedM
 def loads_bare_reference(plan: Plan) -> bool:
     """Return whether TRL loads the second model itself, without the adapter that is merged into the first."""
     merged = plan.origin is not None and plan.origin.is_merged_for(plan.recipe.adapter)
-    return merged and plan.reference == "second model" and is_rewarded(plan.recipe.method)
+    method = plan.recipe.method
+    return merged and plan.reference == "second model" and is_rewarded(method) and method.trl_loads_reference
 
 
 def build_trainer(

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from tunekit.data.formats.row_formats import Row
+from tunekit.data.sources.ground_truth import AnswerWords, prompt_and_answer
 from tunekit.data.sources.load import LoadedData
 from tunekit.data.sources.rows import Rows, RowStore
 from tunekit.errors import DataError
@@ -13,6 +14,13 @@ CONTEXT = "privileged_context"
 
 TEACHER_PROMPT = "teacher_prompt"
 """Column of the prompts that the teacher reads."""
+
+_WORDS = AnswerWords(
+    "sdft",
+    CONTEXT,
+    "demonstration",
+    "add a text that shows the teacher how to answer, such as a demonstration",
+)
 
 
 def with_teacher_prompts(data: LoadedData, template: str) -> LoadedData:
@@ -40,7 +48,7 @@ def with_teacher_prompts(data: LoadedData, template: str) -> LoadedData:
 
 
 def _row(row: Row, place: str, template: str) -> Row:
-    prompt, context = _parts(row, place)
+    prompt, context = prompt_and_answer(row, place, _WORDS)
     if isinstance(prompt, str):
         teacher_prompt: Any = template.format(prompt=prompt, privileged_context=context)
     else:
@@ -51,27 +59,3 @@ def _row(row: Row, place: str, template: str) -> Row:
         content = template.format(prompt=question["content"], privileged_context=context)
         teacher_prompt = [*prompt[:-1], {**question, "content": content}]
     return {"prompt": prompt, CONTEXT: context, TEACHER_PROMPT: teacher_prompt}
-
-
-def _parts(row: Row, place: str) -> tuple[Any, str]:
-    """Return the prompt of a row and its demonstration."""
-    if row.get("tools"):
-        raise DataError(f"{place}: the row has tools, which sdft does not show", hint="use method sft, or drop the row")
-    if "messages" in row:
-        prompt, answer = row["messages"][:-1], row["messages"][-1:]
-    elif "completion" in row:
-        prompt, answer = row["prompt"], row["completion"]
-    else:
-        prompt, answer = row["prompt"], row.get(CONTEXT)
-        if not isinstance(answer, str):
-            problem = f"{place}: {CONTEXT} is missing" if answer is None else f"{place}: {CONTEXT} is not a text"
-            hint = "add a text that shows the teacher how to answer, such as a demonstration"
-            raise DataError(problem, hint=f"{hint}; data.columns renames a column")
-    if isinstance(answer, list):
-        if not prompt or [message["role"] for message in answer] != ["assistant"]:
-            problem = f"{place}: the row does not end with one answer to a question"
-            raise DataError(problem, hint="end each conversation with an assistant message after a user message")
-        answer = answer[0].get("content")
-    if not isinstance(answer, str) or not answer.strip():
-        raise DataError(f"{place}: the demonstration has no text", hint="drop the row, or write its answer as text")
-    return prompt, answer

@@ -23,6 +23,7 @@ from tunekit.data.media.answers import PAIR, PictureAnswers
 from tunekit.data.media.kinds import COLUMN, media_of
 from tunekit.data.packing.sequences import IGNORED, Mixing, Mixture, common_prefix_length, mix, ordered
 from tunekit.data.prepare import Progress, SourceShare, read_dataset, splits_of
+from tunekit.data.sources.ground_truth import ground_truth_tokens
 from tunekit.data.sources.load import LoadedData
 from tunekit.data.sources.rows import Places, Rows
 from tunekit.data.tokenization.tokenize import TokenReport
@@ -53,12 +54,14 @@ class Room:
         max_prompt_length: The prompt alone; longer ones are left out.
         cuts: Whether longer answers are cut; otherwise their rows are left out.
         prompts: Columns of prompts, each of which has to fit.
+        answer: Column of a text that has to fit behind the prompt too; None where there is none.
     """
 
     max_length: int
     max_prompt_length: int
     cuts: bool = True
     prompts: tuple[str, ...] = ("prompt",)
+    answer: str | None = None
 
     def has(self, prompt_tokens: int, sequences: Sequence[int]) -> bool:
         """Return whether a row fits."""
@@ -76,7 +79,8 @@ class Room:
     def too_long(self) -> str:
         """Description of rows that are left out."""
         if self.cuts:
-            return f"prompt longer than {self.max_prompt_length:,} tokens"
+            compared = f", or with {self.answer} than {self.max_length:,}" if self.answer is not None else ""
+            return f"prompt longer than {self.max_prompt_length:,} tokens{compared}"
         return f"prompt with completion longer than {self.max_length:,} tokens"
 
 
@@ -348,12 +352,17 @@ def tokens_of(
 def longest_prompt(row: Row, num_tokens: int, room: Room, tokenizer: "PreTrainedTokenizerBase") -> int:
     """Return the tokens of the longest prompt of a row, each of which has to fit.
 
+    A prompt whose own answer is longer than the room for a completion counts as longer by the difference.
+
     Args:
         row: The row.
         num_tokens: Tokens of its column `prompt`.
-        room: The columns of prompts.
+        room: The columns of prompts, and of an answer.
         tokenizer: Tokenizer of the model.
     """
+    if room.answer is not None:
+        num_answer = len(ground_truth_tokens(row[room.answer], tokenizer))
+        return num_tokens + max(0, num_answer - (room.max_length - room.max_prompt_length))
     others = ({"prompt": row[column]} for column in room.prompts if column != "prompt")
     return max([num_tokens, *(len(prompt_tokens(prompt, tokenizer, "a row")) for prompt in others)])
 

@@ -621,7 +621,8 @@ def _rope_refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str, str]
     if section is None and not setting.model.new_tokens:
         return
     reference = reference_of(recipe.method, recipe.adapter, setting.model.origin)
-    if isinstance(recipe.adapter, FullAdapter) and reference == "second model" and is_rewarded(recipe.method):
+    by_trl = is_rewarded(recipe.method) and recipe.method.trl_loads_reference
+    if isinstance(recipe.adapter, FullAdapter) and reference == "second model" and by_trl:
         why = f"TRL loads the reference of {recipe.method.type} without {changed}"
         yield why, "use adapter.type=lora, or method.beta=0"
     if isinstance(recipe.adapter, FullAdapter) and reference == "beforehand":
@@ -746,7 +747,8 @@ def _origin_refusals(recipe: Recipe, origin: Origin, layout: Layout) -> Iterator
         what, without = _divided_at_load(layout)
         yield f"the adapter of {origin.name} cannot be merged into {what}, which are divided while loading", without
     reference = reference_of(recipe.method, recipe.adapter, origin)
-    if is_rewarded(recipe.method) and reference == "second model" and is_merged:
+    by_trl = is_rewarded(recipe.method) and recipe.method.trl_loads_reference
+    if by_trl and reference == "second model" and is_merged:
         why = f"TRL loads and shards the reference of {recipe.method.type} without merging the adapter"
         yield why, "use adapter.type=lora, method.beta=0, or ddp"
     if layout.strategy == "fsdp2" and reference == "beforehand" and is_merged:

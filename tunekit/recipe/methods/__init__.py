@@ -14,6 +14,7 @@ from tunekit.recipe.methods.comparing import MarginMethod, ReferenceMethod
 from tunekit.recipe.methods.cpo import CPOMethod
 from tunekit.recipe.methods.distillation import DistillationMethod
 from tunekit.recipe.methods.dpo import DPOMethod
+from tunekit.recipe.methods.ebft import EBFTMethod
 from tunekit.recipe.methods.gkd import GKDMethod
 from tunekit.recipe.methods.gmpo import GMPOMethod
 from tunekit.recipe.methods.gold import GOLDMethod
@@ -32,7 +33,7 @@ from tunekit.recipe.sections.section import type_alone
 
 _Offline = SFTMethod | DPOMethod | KTOMethod | ORPOMethod | CPOMethod | RewardMethod | PRMMethod | ClassificationMethod
 _Taught = GKDMethod | GOLDMethod
-_OnPolicy = GRPOMethod | RLOOMethod | GMPOMethod | OnlineDPOMethod | DistillationMethod | SDFTMethod
+_OnPolicy = GRPOMethod | RLOOMethod | GMPOMethod | EBFTMethod | OnlineDPOMethod | DistillationMethod | SDFTMethod
 Table = _Offline | _Taught | _OnPolicy
 """The table of methods: a new one is added above."""
 

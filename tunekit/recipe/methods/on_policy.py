@@ -206,6 +206,11 @@ class OnPolicyMethod(MethodSection):
         return ("prompt",)
 
     @property
+    def matches_answers(self) -> bool:
+        """True if completions are compared with the answers of the rows."""
+        return False
+
+    @property
     def replays(self) -> bool:
         """True if groups without signal are replaced by those of earlier steps."""
         return False
@@ -270,10 +275,23 @@ class RewardedMethod(OnPolicyMethod):
     """True if answers are scored by the model that gave them before each first step on them. GRPO takes the first pass
     of training for that, unless the model has changed since or vLLM sampled with its own probabilities."""
 
+    trl_loads_reference: ClassVar[bool] = True
+    """True if TRL loads a second model as the reference, from where the first came from."""
+
     @property
     def answers_per_prompt(self) -> int:
         """Answers that are generated to each prompt."""
         return self.num_generations
+
+    @property
+    def own_rewards(self) -> tuple[str, ...]:
+        """Names of rewards that the method itself gives, each with weight 1."""
+        return ()
+
+    @property
+    def reward_weights(self) -> list[float]:
+        """Weights of all rewards, those of the method itself first."""
+        return [*(1.0 for _ in self.own_rewards), *(reward.weight for reward in self.rewards)]
 
     @property
     def own_arguments(self) -> dict[str, Any]:

@@ -77,6 +77,8 @@ class MethodPasses:
     """True if probabilities of a teacher with another vocabulary are compared by rank."""
     num_forwards: float = 0.0
     """Forward passes without gradients of each sequence, in each optimizer step."""
+    reference_passes: float = 1.0
+    """Forward passes of the reference for each sequence that is generated."""
     num_forwards_before: int = 0
     """The same once, before the training."""
     generation: Generation | None = None
@@ -97,7 +99,7 @@ class MethodPasses:
         if not self.keeps_reference:
             return 0.0
         if self.generation is not None:
-            return 1 / self.generation.num_steps
+            return self.reference_passes / self.generation.num_steps
         return 2.0 if self.estimates else 1.0
 
 
