@@ -84,6 +84,17 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "method.generation.use_vllm": True, "method.generation.vllm_gpu_memory_utilization": 0.3,
         "train.max_steps": 100, "train.global_batch_size": 16, "data.max_length": 1024,
     },
+    "axolotl-ebft.yaml": {
+        "method.type": "ebft", "method.feature_layers": [0.5, 1.0], "method.embed_method": "completion_mean",
+        "method.use_whitening": True, "method.alignment_coef": 1.5, "method.diversity_coef": 0.5, "method.rewards": [],
+        "method.num_generations": 4, "method.max_completion_length": 200, "method.scale_rewards": "none",
+        "method.loss_type": "grpo", "method.generation.temperature": 0.8, "method.generation.use_vllm": True,
+        "method.generation.vllm_gpu_memory_utilization": 0.4, "data.format": "alpaca", "train.global_batch_size": 8,
+        "method.trainer_args": {
+            "generation_kwargs": {"stop_token_ids": [151645]}, "chat_template_kwargs": {"enable_thinking": False},
+        },
+        "data.columns": {"instruction": "input"}, "data.max_length": 1024,
+    },
     "axolotl-reward.yaml": {
         "method.type": "reward", "method.center_rewards_coefficient": 0.01, "train.eval_steps": 50,
         "train.global_batch_size": 16,
@@ -346,6 +357,7 @@ def workspace(tmp_path, monkeypatch):
     save(tmp_path / "data/alpaca.jsonl", {"instruction": "Add 1 and 2.", "input": "", "output": "3"})
     save(tmp_path / "data/held.jsonl", {"instruction": "Add 2 and 2.", "input": "", "output": "4"})
     save(tmp_path / "data/ask.jsonl", {"ask": "Add 1 and 2.", "say": "3"})
+    save(tmp_path / "data/opencode.jsonl", {"input": "Add 1 and 2.", "output": "3", "domain": "sums"})
     save(tmp_path / "data/messages.jsonl", {"messages": chat})
     save(tmp_path / "data/messages2.jsonl", {"messages": chat})
     turns = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "I."}]
@@ -796,6 +808,38 @@ def test_the_command_line_of_the_other_tool_goes_before_the_file() -> None:
     assert made.recipe.method.type == "orpo"
     assert made.recipe.method.beta == 0.4
     assert made.recipe.train.seed == 9
+
+
+def ebft_config(tmp_path: Any, *changes: tuple[str, str]) -> Any:
+    """Write Axolotl's configuration of ebft with changes of its text."""
+    text = (CONFIGS / "axolotl-ebft.yaml").read_text()
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    (tmp_path / "ebft.yaml").write_text(text)
+    return tmp_path / "ebft.yaml"
+
+
+def test_the_strided_mode_of_ebft_is_refused(tmp_path) -> None:
+    path = ebft_config(tmp_path, ("ebft:\n", "ebft:\n  mode: strided\n"))
+    with pytest.raises(RecipeError, match=r"ebft\.yaml:4: ebft\.mode: strided generates at many places of a text"):
+        migrate(path)
+
+
+def test_limits_of_completions_by_the_length_of_answers_are_noted_where_axolotl_has_them(tmp_path) -> None:
+    made = migrate(ebft_config(tmp_path))
+    assert "only used with trl.async_prefetch" in line_of(made, "ebft.adaptive_max_tokens").words
+    ahead = ("  temperature: 0.8\n", "  temperature: 0.8\n  async_prefetch: true\n")
+    made = migrate(ebft_config(tmp_path, ahead, ("  adaptive_max_tokens: true\n", "  gt_length_multiplier: 2.0\n")))
+    assert "by the model of each step" in line_of(made, "trl.async_prefetch").words
+    (note,) = [line for line in made.unsaid if line.key == "ebft.adaptive_max_tokens"]
+    assert "limits the completions of a batch to 2.0 times" in note.words
+
+
+def test_stop_tokens_of_vllm_are_refused_where_it_does_not_generate(tmp_path) -> None:
+    made = migrate(ebft_config(tmp_path, ("use_vllm: true", "use_vllm: false")))
+    assert "is an argument of vLLM" in line_of(made, "trl.generation_kwargs.stop_token_ids").words
+    assert made.recipe.method.trainer_args == {"chat_template_kwargs": {"enable_thinking": False}}
 
 
 def test_a_function_that_is_not_there_is_named_and_left_out(tmp_path) -> None:

@@ -90,6 +90,9 @@ def test_the_defaults_of_a_method_are_those_of_trl(method: str) -> None:
     others |= {"labels", "num_labels", "problem_type"} if method == "classification" else set()
     others |= {"tools", "environment", "rollout", "tool_timeout_seconds", "max_tool_result_chars", "max_resample_times"}
     others |= {"replay_buffer_size", "max_staleness"}
+    # TRL has no such method.
+    features = {"feature_layers", "embed_method", "use_whitening", "alignment_coef", "diversity_coef"}
+    others |= features if method == "ebft" else set()
     assert set(dict(section)) - set(ours) - deliberate <= others
 
 

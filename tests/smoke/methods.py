@@ -7,7 +7,9 @@ def required_options(method: frontend.MethodInfo) -> dict[str, object]:
     """Return the options that a method cannot do without, small enough for tiny models."""
     options: dict[str, object] = {"max_completion_length": 4} if method.generates or method.has_teacher else {}
     if method.is_rewarded:
-        options |= {"rewards": ["tests.smoke.methods:reward"], "num_generations": 2}
+        options["num_generations"] = 2
+        if method.name != "ebft":
+            options["rewards"] = ["tests.smoke.methods:reward"]
     if method.name == "classification":
         options["labels"] = ["low", "middle", "high"]
     if method.has_teacher:
@@ -21,3 +23,8 @@ METHODS = {method.name: required_options(method) for method in frontend.list_met
 def reward(completions, **columns):
     """Return a reward in which most answers of a group differ."""
     return [sum(map(ord, completion[0]["content"])) % 97 / 97 for completion in completions]
+
+
+def length(completions, pattern, **columns):
+    """Return the lengths of answers to rows with a column `pattern`."""
+    return [float(len(completion)) for completion, _ in zip(completions, pattern, strict=True)]

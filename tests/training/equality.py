@@ -99,6 +99,7 @@ DYNAMIC = {**GRPO, "rewards": ["tests.training.answers:reward_of_some"], "max_re
 REPLAY = {**GRPO, "rewards": ["tests.training.answers:reward_of_some"], "replay_buffer_size": 8, "beta": 0.1}
 RLOO = {**GRPO, "type": "rloo"}
 GMPO = {**GRPO, "type": "gmpo"}
+EBFT = {"type": "ebft", "num_generations": 4, "max_completion_length": 8}
 ONLINE_DPO = {**GRPO, "type": "online_dpo"}
 KTO = {"type": "kto"}
 UNPAIRED_APO = {"type": "kto", "loss_type": "apo_zero_unpaired"}
@@ -130,6 +131,8 @@ SUBJECTS = (
     Subject("GRPO LoRA, replay", REPLAY, "lora", False, "llama", FEW),
     Subject("RLOO LoRA", RLOO, "lora", False, "llama", FEW),
     Subject("GMPO LoRA", GMPO, "lora", False, "llama", FEW),
+    Subject("EBFT full", {**EBFT, "beta": 0.1}, "full", False, "llama", (*FEW, "ZeRO-3 x2")),
+    Subject("EBFT LoRA", EBFT, "lora", False, "qwen3", FEW),
     Subject("online DPO LoRA", ONLINE_DPO, "lora", False, "llama", FEW),
     Subject("online DPO full", ONLINE_DPO, "full", False, "llama", (*FEW, "ZeRO-3 x2")),
     Subject("KTO LoRA", KTO, "lora", False, "qwen3", (*FEW, "ZeRO-3 x2")),
@@ -210,6 +213,8 @@ def rows_of(subject: Subject, num_rows: int, seed: int = 0) -> Iterator[dict[str
                 yield {"prompt": question, "chosen": answer, "rejected": "no " * (1 + n * 3 % 7)}
             case "grpo" | "rloo" | "gmpo" | "online_dpo" | "distillation":
                 yield {"prompt": question}
+            case "ebft":
+                yield {"prompt": question, "ground_truth": answer}
             case "sdft":
                 yield {"prompt": question, "privileged_context": answer}
 

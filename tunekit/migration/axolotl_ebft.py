@@ -27,10 +27,8 @@ def check_mode(draft: Draft) -> None:
         RecipeError: The configuration has it.
     """
     if draft.get("ebft.mode", "structured") == "strided":
-        problem = (
-            f"{draft.original.path}:{draft.line_of('ebft.mode')}: ebft.mode: strided is unsupported: it generates at "
-        )
-        problem += "many places of a text, without prompts"
+        where = f"{draft.original.path}:{draft.line_of('ebft.mode')}"
+        problem = f"{where}: ebft.mode: strided generates at many places of a text, which method ebft does not"
         raise RecipeError(problem, hint="use mode structured, with rows of prompt and answer")
 
 
@@ -52,9 +50,7 @@ def row_type(kind: str) -> Fate:
 def finish(draft: Draft) -> None:
     """Note what Axolotl does otherwise."""
     hf.room_for_answers(draft, prompt=0)
-    words = (
-        f"Axolotl cuts prompts with answers at {_MAX_TOKENS} tokens before it compares features; tunekit leaves out "
-    )
+    words = f"Axolotl cuts prompts with answers at {_MAX_TOKENS} tokens before it compares features; tunekit skips "
     draft.differ("sequence_len", draft.get("sequence_len"), f"{words}rows that are longer than data.max_length")
     words = (
         "Axolotl compares features of decoded texts, and rounds embeddings to the model's type; tunekit those of the "

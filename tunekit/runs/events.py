@@ -298,7 +298,8 @@ def brief(logs: Mapping[str, Any], prefix: str = "") -> list[str]:
 
 def judged_by(names: Sequence[str]) -> str:
     """Return the logged metric that best tells whether a run learns: the loss where there is no other."""
-    return next((name for name in ("reward", "rewards/margins", "margin") if name in names), "loss")
+    best = ("ebft/cfm_loss", "reward", "rewards/margins", "margin")
+    return next((name for name in best if name in names), "loss")
 
 
 def direction_of(name: str, logged: Container[str]) -> Literal["more", "less"] | None:

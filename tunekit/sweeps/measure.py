@@ -8,7 +8,6 @@ from fnmatch import fnmatch
 from tunekit.errors import PlanError
 from tunekit.estimates.memory.memory import metric_of
 from tunekit.planner.plan import Plan
-from tunekit.recipe.methods import is_rewarded
 from tunekit.runs.events import Event, words_of
 
 MAX_STEPS = 10
@@ -83,8 +82,8 @@ def measure_of(plan: Plan, by: str | None) -> Measure:
     if by is None:
         if name is not None:
             return Measure(name, greater)
-        rewarded = is_rewarded(plan.recipe.method)
-        return Measure("reward" if rewarded else "loss", rewarded)
+        metric = plan.recipe.method.best_metric
+        return Measure(metric, not metric.endswith("loss"))
     measures, bare = plan.recipe.method.spec.metrics, by.removeprefix(PREFIX)
     if not any(fnmatch(bare, measure) for measure in measures):
         near = get_close_matches(bare, measures, n=1)

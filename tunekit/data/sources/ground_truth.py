@@ -61,8 +61,8 @@ def with_ground_truth(data: LoadedData) -> LoadedData:
 
 def _row(row: Row, place: str) -> Row:
     prompt, answer = prompt_and_answer(row, place, _WORDS)
-    rest = {name: value for name, value in row.items() if name not in ("messages", "completion", "tools")}
-    return {**rest, "prompt": prompt, GROUND_TRUTH: answer}
+    columns = {name: value for name, value in row.items() if name not in ("messages", "completion", "tools")}
+    return {**columns, "prompt": prompt, GROUND_TRUTH: answer}
 
 
 def prompt_and_answer(row: Row, place: str, words: AnswerWords) -> tuple[Any, str]:
@@ -87,7 +87,9 @@ def prompt_and_answer(row: Row, place: str, words: AnswerWords) -> tuple[Any, st
         prompt, answer = row["prompt"], row.get(words.column)
         if not isinstance(answer, str):
             problem = f"{place}: {words.column} is " + ("missing" if answer is None else "not a text")
-            raise DataError(problem, hint=f"{words.hint}; data.columns renames a column")
+            raise DataError(
+                problem, hint=f"{words.hint}; if it is in another column, set data.columns={{completion: NAME}}"
+            )
     if isinstance(answer, list):
         if not prompt or [message["role"] for message in answer] != ["assistant"]:
             problem = f"{place}: the row does not end with one answer to a question"

@@ -30,7 +30,6 @@ from tunekit.estimates.memory.stages import staged_needs
 from tunekit.estimates.memory.states import BYTES, PHASE_WORDS, Dtype, Kept, Need, Phase
 from tunekit.estimates.passes import SFT, Passes, method_needs, with_reference
 from tunekit.estimates.traces import Deviation, Deviations, Line, Lines, PhaseBytes, StepTrace, TraceRequest
-from tunekit.recipe.methods import is_rewarded
 from tunekit.recipe.methods.spec import HeadKind
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.adapters import Adapter, FullAdapter, LoraAdapter, QloraAdapter
@@ -636,7 +635,7 @@ def metric_of(recipe: Recipe, data: DataFacts) -> tuple[str | None, bool]:
         return None, False
     metric = train.metric_for_best_model
     if metric is None:
-        metric = "eval_reward" if is_rewarded(recipe.method) else "eval_loss"
+        metric = f"eval_{recipe.method.best_metric}"
     greater = train.greater_is_better
     return metric, not metric.endswith("loss") if greater is None else greater
 

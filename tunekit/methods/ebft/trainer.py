@@ -105,7 +105,7 @@ class EBFTTrainer(GRPOTrainer):  # type: ignore[misc]
         Raises:
             RunError: Features are not finite.
         """
-        settings, num_completions = self._settings, len(prompts)
+        method, num_completions = self._settings, len(prompts)
         group_size = self.num_generations if self.model.training else self.num_generations_eval
         # Completions of a prompt may lie on several processes: so many of them in a row always have the same one.
         stride = gcd(num_completions, group_size)
@@ -124,9 +124,9 @@ class EBFTTrainer(GRPOTrainer):  # type: ignore[misc]
         outcome = feature_rewards(
             own,
             answers[:: group_size // stride],
-            alignment_coef=settings.alignment_coef,
-            diversity_coef=settings.diversity_coef,
-            use_whitening=settings.use_whitening,
+            alignment_coef=method.alignment_coef,
+            diversity_coef=method.diversity_coef,
+            use_whitening=method.use_whitening,
         )
         for name in ("alignment", "diversity", "cfm_loss"):
             log_metric(f"ebft/{name}", getattr(outcome, name).mean().item())
@@ -172,8 +172,9 @@ class EBFTTrainer(GRPOTrainer):  # type: ignore[misc]
                 logits_to_keep=1,
                 use_cache=False,
             ).hidden_states
+        method: EBFTMethod = self._settings
         chosen = torch.cat([hidden[layer].float() for layer in self._layers], dim=-1)
-        return pooled(chosen, prompt_lengths, lengths, self._settings.embed_method)
+        return pooled(chosen, prompt_lengths, lengths, method.embed_method)
 
     def _before_training(self) -> AbstractContextManager[Any]:
         """Around a pass of the model before training: with its adapter as it was, or without one."""

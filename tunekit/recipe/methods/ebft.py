@@ -6,7 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tunekit.recipe.methods.on_policy import GenerationSection, PolicyGradientMethod, rewarded_spec
+from tunekit.recipe.methods.on_policy import (
+    REWARD_CHECKS,
+    REWARD_METRICS,
+    GenerationSection,
+    PolicyGradientMethod,
+    rewarded_spec,
+)
 from tunekit.recipe.methods.spec import LearningRate, MethodPasses, OtherSections, PassInputs, ReferenceUse
 from tunekit.recipe.sections.rewards import Reward
 from tunekit.recipe.sections.section import Conflict
@@ -17,6 +23,12 @@ EmbedMethod = Literal["last_token", "mean_pooling", "completion_mean", "concat"]
 FEATURES = "features"
 """Name of the reward of features in metrics."""
 
+CFM_LOSS = "ebft/cfm_loss"
+"""Metric of the feature-matching loss."""
+
+_METRICS = (*REWARD_METRICS, "ebft/alignment", "ebft/diversity", CFM_LOSS)
+_CHECKS = tuple(check for check in REWARD_CHECKS if check != "reward_falls")
+
 
 class EBFTMethod(PolicyGradientMethod):
     """Energy-based fine-tuning: generate answers, reinforce those with features like the row's own answer."""
@@ -25,8 +37,10 @@ class EBFTMethod(PolicyGradientMethod):
         config=("trl", "trainer/grpo_config.py", "GRPOConfig"),
         row_formats=("prompts", "messages", "prompt_completion"),
         learning_rate=LearningRate(1e-6, 1e-5, "that of grpo"),
-        loss_description="The loss of EBFT stays near zero; progress shows in the reward, and in ebft/cfm_loss: the "
-        "squared distance of the mean embedding of a group's completions from that of the row's answer.",
+        loss_description="The loss of EBFT stays near zero; progress shows in ebft/cfm_loss, the squared distance of "
+        "the mean embedding of a prompt's completions from that of the row's answer.",
+        metrics=_METRICS,
+        health_checks=_CHECKS,
         upstream_names=("_entropy_bonus_enabled", "_tokenize_prompts", "_tool_call_loop"),
         adds_router_loss=True,
     )
@@ -43,7 +57,7 @@ class EBFTMethod(PolicyGradientMethod):
     embed_method: EmbedMethod = "last_token"
     """Pooling of hidden states into an embedding: that of the last token (`last_token`), their mean over prompt and
     answer (`mean_pooling`) or over the answer (`completion_mean`), or those at a quarter, half and three quarters of
-    prompt and answer (`concat`). End tokens of answers are left out."""
+    prompt and answer (`concat`). End tokens of answers are excluded."""
 
     use_whitening: bool = False
     """Whiten the embeddings of each group by the singular value decomposition of those of its completions, instead of
@@ -81,6 +95,15 @@ class EBFTMethod(PolicyGradientMethod):
     trainer_args: dict[str, Any] = {}
     """Other arguments of TRL's GRPOConfig, by its field names. Checked against the installed version; arguments that
     tunekit sets itself are refused."""
+
+    @property
+    def best_metric(self) -> str:
+        """Metric of evaluations that tells the best checkpoint, without their prefix.
+
+        The mean reward is none: it compares completions with others of the same model, and is 0 for a model that
+        always gives the row's answer.
+        """
+        return "reward" if self.rewards else CFM_LOSS
 
     @property
     def own_rewards(self) -> tuple[str, ...]:

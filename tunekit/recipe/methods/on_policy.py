@@ -284,6 +284,11 @@ class RewardedMethod(OnPolicyMethod):
         return self.num_generations
 
     @property
+    def best_metric(self) -> str:
+        """Metric of evaluations that tells the best checkpoint, without their prefix."""
+        return "reward"
+
+    @property
     def own_rewards(self) -> tuple[str, ...]:
         """Names of rewards that the method itself gives, each with weight 1."""
         return ()

@@ -251,6 +251,11 @@ class MethodSection(Section):
         return "none"
 
     @property
+    def best_metric(self) -> str:
+        """Metric of evaluations that tells the best checkpoint, without their prefix."""
+        return "loss"
+
+    @property
     def is_single_pass(self) -> bool:
         """True if a step takes each row through the trained model once, and through no other."""
         return self.spec.trains_on == "tokens"

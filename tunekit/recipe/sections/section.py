@@ -214,8 +214,8 @@ class TrainSection(Section):
 
     learning_rate: Annotated[float, Field(gt=0)] | None = None
     """Peak learning rate. Default by method, for full fine-tuning: 2e-5 for sft, gkd and gold, 1e-5 for reward, prm and
-    classification, 5e-6 for orpo, 1e-6 for cpo, grpo, rloo, gmpo, distillation and sdft, 5e-7 for dpo, online_dpo and
-    kto; ten times that for lora and qlora. The plan names the source."""
+    classification, 5e-6 for orpo, 1e-6 for cpo, grpo, rloo, gmpo, ebft, distillation and sdft, 5e-7 for dpo, online_dpo
+    and kto; ten times that for lora and qlora. The plan names the source."""
 
     learning_rates: Annotated[dict[str, Annotated[float, Field(gt=0)]], Field(min_length=1)] | None = None
     """Peak learning rates by regular expressions found in parameter names, such as `{embed_tokens: 1e-5}`; the first
@@ -307,8 +307,8 @@ class TrainSection(Section):
     """Number of checkpoints to keep: the newest, plus the best. At least two, in case one is damaged."""
 
     metric_for_best_model: Annotated[str, Field(pattern=METRIC_PATTERN)] | None = None
-    """Evaluation metric that selects the best checkpoint, by its TRL name. Default: `eval_loss`, or `eval_reward` for
-    methods that learn from rewards."""
+    """Evaluation metric that selects the best checkpoint, by its TRL name. Default: `eval_loss`; `eval_reward` for
+    methods that learn from rewards; `eval_ebft/cfm_loss` for ebft."""
 
     greater_is_better: bool | None = None
     """True if a higher metric is better. Default: true, unless its name ends in `loss`."""
