@@ -26,6 +26,7 @@ from tunekit.recipe.methods.classification import ClassificationMethod
 from tunekit.recipe.methods.cpo import CPOMethod
 from tunekit.recipe.methods.distillation import DistillationMethod
 from tunekit.recipe.methods.dpo import DPOMethod
+from tunekit.recipe.methods.ebft import EBFTMethod
 from tunekit.recipe.methods.gold import GOLDMethod
 from tunekit.recipe.methods.grpo import GRPOMethod
 from tunekit.recipe.methods.kto import KTOMethod
@@ -320,6 +321,22 @@ def test_a_step_of_self_distillation_needs_what_its_loss_allocates(adapter, dtyp
     check_comparison(one)
 
 
+def test_a_pass_for_features_holds_the_hidden_states_of_all_layers():
+    how = {"checkpointing": False, "dtype": "bfloat16", "accumulates": False, "rows": "padded"}
+    step, few = Step("llama", tuple(SIZES.items()), ADAPTERS["lora"], 4, length=1024, **how), [0.5]
+    phases = [
+        estimate_of(MethodStep(step, method)).phases
+        for method in (EBFTMethod(max_completion_length=768, feature_layers=few), EBFTMethod(max_completion_length=768))
+    ]
+    hidden = SIZES["hidden_size"] * 4 * 1024
+    # Two more layers: each in float32, and concatenated.
+    assert phases[1]["reference"] - phases[0]["reference"] == 2 * 2 * 4 * hidden
+    # Those of the layers in bfloat16, and as Accelerate gives them.
+    assert phases[0]["reference"] > 6 * (SIZES["num_hidden_layers"] + 1) * hidden
+    without = estimate_of(MethodStep(step, GRPOMethod(max_completion_length=768))).phases
+    assert without == {name: size for name, size in phases[0].items() if name != "reference"}
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("adapter", "dtype", "vocab_size"),
@@ -376,9 +393,15 @@ def test_forward_passes_of_a_step_are_those_that_trl_makes():
             KTOMethod(loss_type="apo_zero_unpaired"),
             ORPOMethod(),
             RewardMethod(),
+            EBFTMethod(num_generations=4),
+            EBFTMethod(num_generations=4, beta=0.1, num_iterations=2),
         )
     ]
-    assert found == [0, 1, 0, 0, 1, 1 / 4, 2 / 4, 1, 2 / 2, 0, 3, 1, 1, 0, 0]
+    # Features are those of each completion and of the answer of its group.
+    of_features = [1 + 1 / 4, (1 + 1 / 4 + 2) / 2]
+    assert found == [0, 1, 0, 0, 1, 1 / 4, 2 / 4, 1, 2 / 2, 0, 3, 1, 1, 0, 0, *of_features]
+    assert passes(EBFTMethod(num_generations=4, beta=0.1), FullAdapter()).num_reference_forwards == 2.25
+    assert passes(EBFTMethod(), lora).num_reference_forwards == 0
     assert passes(DPOMethod(precompute_ref_log_probs=True), lora).num_forwards_before == 1
     assert passes(KTOMethod(precompute_ref_log_probs=True), lora).num_forwards_before == 2
     assert passes(KTOMethod(), FullAdapter()).num_reference_forwards == 2

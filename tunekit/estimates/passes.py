@@ -140,7 +140,8 @@ def method_needs(
     """Yield the needs of the phases that supervised fine-tuning does not have.
 
     GRPO's passes without gradients need no phase: they are those of a micro-batch, at a time when nothing is kept for a
-    backward pass.
+    backward pass. One that returns the hidden states of all layers has one: where a step's own are offloaded, it needs
+    more.
 
     Args:
         products: The products of the step.
@@ -166,6 +167,9 @@ def method_needs(
         gathered = forward.gathered + reference.gathered
         passing = Need(forward.gradients, activations, reference.logits, gathered)
         yield "reference", max(passing, compared.get("reference", passing), key=lambda need: need.total)
+    if passes.num_feature_layers:
+        features = _features_pass(products, passes, layout, head, num_tokens)
+        yield "reference", replace(features, gathered=needs["optimizer"].gathered + features.gathered)
     if passes.generation is not None and not passes.generation.by_vllm:
         generation = _generation(products, passes.generation, layout)
         # Gradients are gone after the optimizer's step; the buckets of DDP are not.
@@ -254,6 +258,20 @@ def reference_pass(products: Products, passes: Passes, layout: Layout, head: Hea
     if layer > copies + head.forward:
         return Need(activations=casts + layer, gathered=gathered)
     return Need(activations=casts + copies, logits=head.forward, gathered=gathered)
+
+
+def _features_pass(products: Products, passes: Passes, layout: Layout, head: Head, num_tokens: int) -> Need:
+    """Return the need of a pass whose hidden states are compared, those of all layers, and of some in float32.
+
+    Those are cast one by one and then concatenated (tunekit/methods/ebft/trainer.py). Under autocast Accelerate gives
+    all of them in float32 besides (accelerate 1.15, `convert_outputs_to_fp32`).
+    """
+    model, reference = products.model, reference_pass(products, passes, layout, head, num_tokens)
+    stream = 4 if _casts_bytes(products) or products.e == 4 else products.e + 4
+    states = (model.num_layers + 1) * stream + 2 * passes.num_feature_layers * 4
+    return Need(
+        activations=reference.activations + states * model.hidden_size * num_tokens, gathered=reference.gathered
+    )
 
 
 def kv_cache_bytes(products: Products, *, num_sequences: int, num_tokens: int, windows: bool = True) -> int:

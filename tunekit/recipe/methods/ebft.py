@@ -14,7 +14,6 @@ from tunekit.recipe.methods.on_policy import (
     rewarded_spec,
 )
 from tunekit.recipe.methods.spec import LearningRate, MethodPasses, OtherSections, PassInputs, ReferenceUse
-from tunekit.recipe.sections.rewards import Reward
 from tunekit.recipe.sections.section import Conflict
 
 EmbedMethod = Literal["last_token", "mean_pooling", "completion_mean", "concat"]
@@ -36,7 +35,7 @@ class EBFTMethod(PolicyGradientMethod):
     spec = rewarded_spec(
         config=("trl", "trainer/grpo_config.py", "GRPOConfig"),
         row_formats=("prompts", "messages", "prompt_completion"),
-        learning_rate=LearningRate(1e-6, 1e-5, "that of grpo"),
+        learning_rate=LearningRate(1e-6, 1e-5, "that of GRPO: DeepSeekMath, arXiv 2402.03300"),
         loss_description="The loss of EBFT stays near zero; progress shows in ebft/cfm_loss, the squared distance of "
         "the mean embedding of a prompt's completions from that of the row's answer.",
         metrics=_METRICS,
@@ -69,9 +68,6 @@ class EBFTMethod(PolicyGradientMethod):
     diversity_coef: Annotated[float, Field(ge=0)] = 1.0
     """Weight of the similarity to other completions of the prompt, in the reward minus twice its product with their
     mean inner product. 0: none."""
-
-    rewards: list[Reward] = []
-    """Further reward functions, added to the reward of features as a weighted sum. None is needed."""
 
     loss_type: Literal["dapo", "grpo", "dr_grpo", "bnpo"] = "dapo"
     """Loss by its TRL name; they differ in normalization."""
@@ -129,6 +125,7 @@ class EBFTMethod(PolicyGradientMethod):
             passes,
             keeps_reference=inputs.is_full,
             num_forwards=passes.num_forwards + num_features / steps,
+            num_feature_layers=len(self.feature_layers),
             reference_passes=num_features + (self.beta > 0),
         )
 

@@ -259,8 +259,8 @@ class RewardedMethod(OnPolicyMethod):
 
     rewards: list[Reward] = []
     """Reward functions: built-in ones (`exact_match`, or with settings `{type: numeric_match, tolerance: 0.01, weight:
-    2}`) and your own (`my_module:my_function`), combined as a weighted sum. Training needs at least one, a plan
-    none."""
+    2}`) and your own (`my_module:my_function`), combined as a weighted sum. Training needs at least one, except
+    with ebft, to whose own reward they are added; a plan none."""
 
     num_generations: Annotated[int, Field(ge=2)] = 8
     """Completions per prompt, compared with each other. Must divide `train.global_batch_size`."""

@@ -79,6 +79,8 @@ class MethodPasses:
     """Forward passes without gradients of each sequence, in each optimizer step."""
     reference_passes: float = 1.0
     """Forward passes of the reference for each sequence that is generated."""
+    num_feature_layers: int = 0
+    """Layers whose hidden states are compared, in a pass without gradients that returns those of all layers."""
     num_forwards_before: int = 0
     """The same once, before the training."""
     generation: Generation | None = None
