@@ -157,7 +157,8 @@ def test_without_rewards_there_is_no_item_to_set() -> None:
 def test_rewards_are_explained_with_their_short_forms() -> None:
     text = explain("method.rewards")
     rewarded = " or ".join(method.name for method in list_methods() if method.is_rewarded)
-    assert text.startswith(f"method.rewards: a list of sections; optional; with method.type {rewarded}\n")
+    begin = f"method.rewards: a list of sections; optional; with method.type {rewarded} Reward functions: "
+    assert " ".join(text.split()).startswith(begin)
     assert "`rewards: [exact_match]` is short for `rewards: [{type: exact_match}]`." in text
     assert "a list: `method.rewards[0].tolerance`, " in explain("method.rewards[1].tolerance")
     assert explain("method.rewards.tolerance").startswith(

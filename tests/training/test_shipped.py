@@ -51,6 +51,8 @@ def test_a_shipped_recipe_trains_ten_steps(name, workspace, monkeypatch):
         changes.append("method.max_completion_length=8")
     if dict(recipe.method).get("environment") is not None:  # The tiny model's template writes no calls.
         changes += ["model=pico", "data.max_length=192"]
+    if method == "ebft":
+        changes += ["data.format=null", "data.columns={}"]
     if method == "classification":
         changes.append("method.labels=[low, middle, high]")
     if method in ("distillation", "gkd", "gold"):
