@@ -254,6 +254,7 @@ def test_features_that_are_not_finite_are_an_error(recipe, monkeypatch):
     [
         ("method.num_generations=3", r"num_generations: 3 does not divide"),
         ("method.feature_layers=[0.5,1.5]", r"method\.feature_layers"),
+        ("method.feature_layers=[deep]", r"feature_layers\[0\]: must be a number, got 'deep'"),
         ("method.feature_layers=[]", r"method\.feature_layers"),
         ("method.embed_method=first_token", r"method\.embed_method"),
         ("method.loss_type=cispo", r"method\.loss_type"),

@@ -36,7 +36,7 @@ FITTING: dict[str, Any] = {
     "data.train.replace": {"A": "b: c"}, "data.eval.replace": {"A": "b"}, "data.replace": {"{{NAME}}": "Ada"},
     "data.too_long": "drop", "data.columns": {"text": "b"}, "data.eval.columns": {"text": "b"}, "data.max_length": 2000,
     "method.trainer_args": {"adam_beta1": 0.8, "lr_scheduler_kwargs": {"a": [1]}}, "method.num_generations": 4,
-    "method.epsilon_high": 5.0, "method.loss_weights": [0.25, 2.0], "method.rewards.free_tokens": 4,
+    "method.epsilon_high": 5.0, "method.loss_weights": [0.25, 2.0], "method.feature_layers": [0.5, 1.0], "method.rewards.free_tokens": 4,
     "method.rewards.max_tokens": 12, "method.rewards.pattern": "[a-z]+: \\d", "method.rewards.column": "other",
     "method.rewards.path": "tests.rows:save_rows", "method.generation.stop": ["\n\n", "END"],
     "method.rollout": "tests.rows:save_rows", "model.chat_template": "chatml",

@@ -211,7 +211,8 @@ def _wrong_kind(value: Any, key: Key, field: FieldInfo | None) -> tuple[str, str
     kinds = list(schema.members(field.annotation)) if field is not None else []
     is_item = isinstance(key[-1], int)
     if is_item:  # An item of a list: judge it by what the list takes.
-        kinds = [item for kind in kinds if get_origin(kind) is list for item in get_args(kind)]
+        items = [item for kind in kinds if get_origin(kind) is list for item in get_args(kind)]
+        kinds = [member for item in items for member in schema.members(item)]
     several = field is not None and takes_list(field) and not is_item
     sections = sections_of(field) if field is not None else []
     if field is not None and several and not takes_one(field):
