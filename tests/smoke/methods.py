@@ -23,8 +23,3 @@ METHODS = {method.name: required_options(method) for method in frontend.list_met
 def reward(completions, **columns):
     """Return a reward in which most answers of a group differ."""
     return [sum(map(ord, completion[0]["content"])) % 97 / 97 for completion in completions]
-
-
-def length(completions, pattern, **columns):
-    """Return the lengths of answers to rows with a column `pattern`."""
-    return [float(len(completion)) for completion, _ in zip(completions, pattern, strict=True)]

@@ -47,3 +47,8 @@ def reward_of_some(prompts: list[str], completions: list[str], **columns: object
     """The same, and nothing that tells the answers to every second prompt apart."""
     rewards = reward(completions)
     return [value if len(prompt) % 2 else 0.5 for prompt, value in zip(prompts, rewards, strict=True)]
+
+
+def length(completions, pattern, **columns):
+    """Return the lengths of answers to rows with a column `pattern`."""
+    return [float(len(completion)) for completion, _ in zip(completions, pattern, strict=True)]

@@ -237,7 +237,7 @@ def test_an_adapter_that_is_trained_further_has_the_features_that_it_began_with(
 def test_other_rewards_are_added(recipe):
     save_jsonl(recipe.with_name("answers.jsonl"), [{**row, "pattern": "a"} for row in ROWS])
     changes = ["train.max_steps=1", "train.save_steps=null", "data.train=answers.jsonl"]
-    reward = "method.rewards=[{type: function, path: 'tests.smoke.methods:length', weight: 3}]"
+    reward = "method.rewards=[{type: function, path: 'tests.training.answers:length', weight: 3}]"
     (step,) = logged(tunekit.train(recipe, [*changes, reward]))
     assert step["rewards/length/mean"] > 0
     assert step["reward"] == pytest.approx(step["rewards/features/mean"] + 3 * step["rewards/length/mean"], rel=1e-5)
