@@ -163,7 +163,8 @@ def parts_of_run(found: Trained, tokenizer: "Tokenizer", rewards: Sequence[Rewar
     if generates(method):
         reward_list = list(rewards) or (list(method.rewards) if is_rewarded(method) else [])
         if not reward_list and not (is_rewarded(method) and method.has_own_loop):
-            raise DataError(f"{method.type} is scored by its teacher during training only", hint="pass a --metric")
+            scorer = "features of answers" if is_rewarded(method) and method.own_rewards else "its teacher"
+            raise DataError(f"{method.type} is scored by {scorer} during training only", hint="pass a --metric")
         numbers = range(1, len(rows) + 1)
         media = kinds_in(rows)
         prompts = Rows("prompts", RowStore(rows), HELD_OUT, numbers, "row", media=media)
