@@ -15,7 +15,8 @@ def test_a_shipped_recipe_has_a_plan_on_one_device_and_on_eight(name, tmp_path):
     recipe = load_recipe(name)
     method = recipe.method.type
     rows = save_rows(tmp_path / "rows.jsonl", method, 200)
-    changes = [f"data.train={rows}", "data.eval=null", f"model={first_model(recipe)}"]
+    own_rows = [f"data.train={rows}", "data.eval=null", "data.columns=null", "data.format=auto"]
+    changes = [*own_rows, f"model={first_model(recipe)}"]
     planned = verbs.compare_plans(name, changes, on=["h100", "8xh100"])
     assert all(isinstance(plan, Plan) for plan in planned.values()), planned
     if method != "sft":

@@ -80,7 +80,6 @@ def whitened(completions: Tensor, answer: Tensor) -> tuple[Tensor, Tensor]:
     """
     u, s, _ = torch.linalg.svd(completions.T, full_matrices=False)
     inverse = torch.where(s > MIN_SINGULAR_VALUE * s.max(), 1 / s, 0)
-
     return completions @ u * inverse @ u.T, answer @ u * inverse @ u.T
 
 
