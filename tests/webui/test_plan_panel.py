@@ -309,6 +309,19 @@ def test_a_server_that_only_shows_says_so_and_offers_the_command_in_place_of_sta
         expect(page.locator(absent)).to_be_hidden()
 
 
+def watch_texts(page, place):
+    """Keep each text that a place of a page shows from now on, in `window.texts`."""
+    page.evaluate(
+        """(place) => {
+            const shown = document.querySelector(place);
+            window.texts = [];
+            new MutationObserver(() => window.texts.push(shown.innerText))
+                .observe(shown, {subtree: true, childList: true, characterData: true});
+        }""",
+        place,
+    )
+
+
 @pytest.mark.slow
 def test_a_plan_that_arrives_late_does_not_take_the_place_of_a_later_one(server, open_page):
     """The plan of a large draft on this machine took longer than that on the machine which was chosen meanwhile."""
@@ -329,19 +342,12 @@ def test_a_plan_that_arrives_late_does_not_take_the_place_of_a_later_one(server,
     choose(page, "Machine", "h100")
     mend = page.locator("#plan-mend")
     mend.wait_for()
-    page.evaluate(
-        """() => {
-            const plan = document.querySelector("#plan-brief");
-            window.plans = [];
-            new MutationObserver(() => window.plans.push(plan.innerText))
-                .observe(plan, {subtree: true, childList: true, characterData: true});
-        }"""
-    )
+    watch_texts(page, "#plan-brief")
     with page.expect_response("**/queue/join*"):
         held[0].continue_()
     mend.click()
     page.locator("#plan-plan").get_by_text("fits on H100", exact=False).first.wait_for()
-    assert not [text for text in page.evaluate("window.plans") if "This machine" in text]
+    assert not [text for text in page.evaluate("window.texts") if "This machine" in text]
 
 
 @pytest.mark.slow
@@ -365,16 +371,9 @@ def test_a_check_that_arrives_late_does_not_take_the_place_of_a_later_one(server
     page.goto(f"{url}new?from=recipe:sft/quickstart&set=adapter.rank=8")
     command = page.locator("#form-command")
     expect(command).to_contain_text("tunekit train sft/quickstart adapter.rank=8")
-    page.evaluate(
-        """() => {
-            const command = document.querySelector("#form-command");
-            window.commands = [];
-            new MutationObserver(() => window.commands.push(command.innerText))
-                .observe(command, {subtree: true, childList: true, characterData: true});
-        }"""
-    )
+    watch_texts(page, "#form-command")
     with page.expect_response("**/queue/join*"):
         held[0].continue_()
     page.locator("#form-adapter-rank input").fill("16")
     expect(command).to_contain_text("tunekit train sft/quickstart adapter.rank=16")
-    assert not [text for text in page.evaluate("window.commands") if "mine.yaml" in text]
+    assert not [text for text in page.evaluate("window.texts") if "mine.yaml" in text]

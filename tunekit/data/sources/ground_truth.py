@@ -1,6 +1,6 @@
 """Answers of rows beside their prompts, for methods whose model answers the prompts itself."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -45,13 +45,23 @@ def with_ground_truth(data: LoadedData) -> LoadedData:
     Raises:
         DataError: A row has no answer or no question, or more than text.
     """
+    return as_prompts(data, _row)
+
+
+def as_prompts(data: LoadedData, converted: Callable[[Row, str], Row]) -> LoadedData:
+    """Return rows as prompts.
+
+    Args:
+        data: Rows.
+        converted: Returns the prompt of a row, which is at a place that errors name.
+    """
 
     def prompts(sources: tuple[Rows, ...]) -> tuple[Rows, ...]:
         return tuple(
             replace(
                 rows,
                 format="prompts",
-                rows=RowStore(_row(row, rows.place(index)) for index, row in enumerate(rows.rows)),
+                rows=RowStore(converted(row, rows.place(index)) for index, row in enumerate(rows.rows)),
             )
             for rows in sources
         )

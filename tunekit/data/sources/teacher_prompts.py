@@ -1,12 +1,10 @@
 """Prompts of a teacher that is shown more than the model that learns from it: a demonstration of the answer."""
 
-from dataclasses import replace
 from typing import Any
 
 from tunekit.data.formats.row_formats import Row
-from tunekit.data.sources.ground_truth import AnswerWords, prompt_and_answer
+from tunekit.data.sources.ground_truth import AnswerWords, as_prompts, prompt_and_answer
 from tunekit.data.sources.load import LoadedData
-from tunekit.data.sources.rows import Rows, RowStore
 from tunekit.errors import DataError
 
 CONTEXT = "privileged_context"
@@ -33,18 +31,7 @@ def with_teacher_prompts(data: LoadedData, template: str) -> LoadedData:
     Raises:
         DataError: A row has no demonstration or no question, or more than text.
     """
-
-    def made(sources: tuple[Rows, ...]) -> tuple[Rows, ...]:
-        return tuple(
-            replace(
-                rows,
-                format="prompts",
-                rows=RowStore(_row(row, rows.place(index), template) for index, row in enumerate(rows.rows)),
-            )
-            for rows in sources
-        )
-
-    return replace(data, train=made(data.train), eval=made(data.eval))
+    return as_prompts(data, lambda row, place: _row(row, place, template))
 
 
 def _row(row: Row, place: str, template: str) -> Row:

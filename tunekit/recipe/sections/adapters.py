@@ -735,9 +735,8 @@ def num_virtual_tokens(adapter: "Adapter") -> int:
     return adapter.num_virtual_tokens if isinstance(adapter, PromptTuningAdapter) else 0
 
 
-_Any = (
-    FullAdapter
-    | LoraAdapter
+_Peft = (
+    LoraAdapter
     | QloraAdapter
     | Ia3Adapter
     | VeraAdapter
@@ -746,18 +745,8 @@ _Any = (
     | AdaloraAdapter
     | PromptTuningAdapter
 )
-Adapter = Annotated[_Any, Field(discriminator="type"), BeforeValidator(type_alone)]
+Adapter = Annotated[FullAdapter | _Peft, Field(discriminator="type"), BeforeValidator(type_alone)]
 """What is trained, told apart by `adapter.type`. `adapter: qlora` is short for `adapter: {type: qlora}`."""
 
-AnyPeftAdapter = Annotated[
-    LoraAdapter
-    | QloraAdapter
-    | Ia3Adapter
-    | VeraAdapter
-    | OftAdapter
-    | MissAdapter
-    | AdaloraAdapter
-    | PromptTuningAdapter,
-    Field(discriminator="type"),
-]
+AnyPeftAdapter = Annotated[_Peft, Field(discriminator="type")]
 """The adapters among them."""
