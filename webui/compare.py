@@ -274,12 +274,12 @@ def results(runs: Sequence[tunekit.Run], base: str | None, words: Words) -> str:
         return empty(words("compare.no_results"))
     names = [run.name for run in runs]
     base_place = names.index(base) if base in names else 0
-    # One method's loss is not on the scale of another one's.
-    is_one_method = len({run.recipe.method.type for run in runs}) == 1
+    # One method's loss is not on the scale of another one's, nor one kind of loss on that of another.
+    is_one_loss = len({(run.recipe.method.type, str(dict(run.recipe.method).get("loss_type"))) for run in runs}) == 1
     table_rows = []
     for label in labels:
         rows = [column.get(label) for column in columns]
-        numbers = [row.value if row is not None and (is_one_method or not row.is_learned) else None for row in rows]
+        numbers = [row.value if row is not None and (is_one_loss or not row.is_learned) else None for row in rows]
         best = _best(numbers, next((row.better for row in rows if row is not None), None))
         cells = [_result(row, number, numbers[base_place], best) for row, number in zip(rows, numbers, strict=True)]
         table_rows.append([escape(label), *cells])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import gradio as gr
 import pytest
+import yaml
 
 import tunekit
 from tests.training.folders import made_run
@@ -418,12 +419,13 @@ def test_the_best_result_is_marked_where_runs_can_be_compared(trained_run):
         written(run, ("result", {**result, "tokens_per_second": tokens}))
     speed = cells(compare.results([trained_run, other], None, WORDS), "Tokens/s")
     assert "★" in speed[1] and "+50.0%" in speed[1] and "★" not in speed[0]
-    # A loss of one method is no better than that of another.
-    recipe = (other.path / "recipe.yaml").read_text(encoding="utf-8").replace("type: sft", "type: dpo")
-    (other.path / "recipe.yaml").write_text(recipe, encoding="utf-8")
+    # A loss of one method or kind is no better than that of another.
     written(other, ("result", {**result, "last_loss": result["last_loss"] / 2}))
-    page = compare.results([trained_run, tunekit.Run(other.path)], None, WORDS)
-    assert not any("★" in cell or "−" in cell for cell in cells(page, "Loss"))
+    for method in ("dpo", {"type": "sft", "loss_type": "eaft"}):
+        recipe = yaml.safe_load((other.path / "recipe.yaml").read_text(encoding="utf-8")) | {"method": method}
+        (other.path / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
+        page = compare.results([trained_run, tunekit.Run(other.path)], None, WORDS)
+        assert not any("★" in cell or "−" in cell for cell in cells(page, "Loss"))
 
 
 @pytest.fixture(scope="module")
