@@ -20,7 +20,7 @@ from tests.tiny import save_chats, save_tiny_model, saved_weights
 from tests.training.answers import fixed_numbers
 from tests.training.engines import made, work_in
 from tests.training.watching import micro_batches
-from tunekit.errors import DependencyError
+from tunekit.errors import DependencyError, PlanError
 from tunekit.methods.head import HEAD, next_labels, replace_heads
 from tunekit.methods.sft import TokenMeanSFTTrainer
 from tunekit.runs.run import Run
@@ -206,6 +206,25 @@ def test_tokens_weighted_by_their_entropies_train_as_eaft_is_defined(scorer, top
     torch.testing.assert_close(output.loss.double(), loss, rtol=1e-5, atol=0)
     widened = {name: gradient.double() for name, gradient in gradients(ours).items()}
     torch.testing.assert_close(widened, gradients(plain), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("loss", "changes", "words"),
+    [
+        ("eaft", ["model.kernels=torch"], "eaft needs tunekit's head, and .* not torch's; unset model.kernels"),
+        ("eaft", ["parallel.cp_size=2"], "eaft needs tunekit's head, and .* split sequences; unset method.loss_type"),
+        (
+            "dft",
+            ["parallel.sp_size=2"],
+            "dft: TRL does not compute it on sequences that are divided by sp_size; use cp_size",
+        ),
+    ],
+)
+def test_a_loss_is_refused_where_its_head_does_not_score(loss, changes, words, folder):
+    plain = recipe(folder, "sft", "auto", method={"type": "sft"})
+    tunekit.plan(plain, changes, on="2xh100")
+    with pytest.raises(PlanError, match=words):
+        tunekit.plan(plain, [f"method.loss_type={loss}", *changes], on="2xh100")
 
 
 def documents(tensors):

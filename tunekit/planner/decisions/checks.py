@@ -29,7 +29,6 @@ from tunekit.planner.decisions.published import published_faults, published_refu
 from tunekit.planner.decisions.vllm import why_no_vllm, why_no_vllm_in
 from tunekit.planner.plan import VARLEN
 from tunekit.recipe.methods import generates, has_teacher, is_rewarded
-from tunekit.recipe.methods.sft import SFTMethod
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.adapters import (
     FullAdapter,
@@ -464,15 +463,14 @@ def refusal(setting: Setting, layout: Layout) -> Refusal | None:
     return next((Refusal(why, hint) for why, hint in _refusals(setting, layout) if why is not None), None)
 
 
-def _loss_refusals(method: SFTMethod, setting: Setting, layout: Layout) -> Iterator[tuple[str | None, str]]:
-    """Yield why a loss cannot be computed in a layout."""
-    loss, without = f"method.loss_type: {method.loss_type}", "unset method.loss_type"
-    if method.loss_type == "eaft" and layout.engine == "accelerate":
-        why = backends.why_trl_head(setting.kernels_in(layout), layout)
-        hint = "unset model.kernels" if setting.recipe.model.kernels in ("torch", "liger") else without
-        yield None if why is None else f"{loss} needs tunekit's head, and {why}", hint
-    if method.loss_type == "dft" and layout.sp_size > 1:
-        yield f"{loss}: TRL does not compute it on sequences that are divided by sp_size", "use cp_size"
+def _loss_refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str, str]]:
+    """Yield why the loss of a method cannot be computed in a layout."""
+    why = backends.why_trl_head(setting.kernels_in(layout), layout)
+    hint = "unset model.kernels" if setting.recipe.model.kernels in ("torch", "liger") else "unset method.loss_type"
+    trl_head = None if why is None else (why, hint)
+    refused = setting.recipe.method.why_no_loss(trl_head, divides_sequences=layout.sp_size > 1)
+    if refused is not None:
+        yield refused
 
 
 def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, str]]:
@@ -495,8 +493,8 @@ def _refusals(setting: Setting, layout: Layout) -> Iterator[tuple[str | None, st
         )
     if is_zero and setting.hardware.deepspeed is False:
         yield "DeepSpeed is not installed", "pip install 'tunekit[deepspeed]'"
-    if isinstance(recipe.method, SFTMethod):
-        yield from _loss_refusals(recipe.method, setting, layout)
+    if layout.engine == "accelerate":
+        yield from _loss_refusals(setting, layout)
     yield from published_refusals(recipe, setting.model, layout)
     if isinstance(recipe.adapter, QloraAdapter):
         yield from _qlora_refusals(recipe.adapter, setting, layout)

@@ -48,6 +48,16 @@ class SFTMethod(MethodSection):
         """True if training needs the sum of losses alone."""
         return self.loss_type != "dft"
 
+    def why_no_loss(self, trl_head: tuple[str, str] | None, *, divides_sequences: bool) -> tuple[str, str] | None:
+        """Return why the loss cannot be computed, and the remedy; None if it can."""
+        loss = f"method.loss_type: {self.loss_type}"
+        if self.loss_type == "eaft" and trl_head is not None:
+            why, remedy = trl_head
+            return f"{loss} needs tunekit's head, and {why}", remedy
+        if self.loss_type == "dft" and divides_sequences:
+            return f"{loss}: TRL does not compute it on sequences that are divided by sp_size", "use cp_size"
+        return None
+
     @property
     def loss_description(self) -> str:
         """Meaning of the losses, for the model card."""

@@ -267,6 +267,15 @@ class MethodSection(Section):
         """True if training on tokens needs the sum of their losses alone."""
         return True
 
+    def why_no_loss(self, trl_head: tuple[str, str] | None, *, divides_sequences: bool) -> tuple[str, str] | None:
+        """Return why the loss cannot be computed, and the remedy; None if it can.
+
+        Args:
+            trl_head: Why TRL's head scores tokens, and the remedy; None where tunekit's does.
+            divides_sequences: Whether Ulysses divides sequences over devices.
+        """
+        return None
+
     @property
     def loss_description(self) -> str:
         """Meaning of the losses, for the model card."""
